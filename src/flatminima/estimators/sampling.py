@@ -1,0 +1,265 @@
+"""The one sequential Monte-Carlo loop of all estimators: probes, running moments, and when to stop.
+
+The running mean is a poor guide to its own error: it stands still by chance. So the loop stops on the standard error, and
+looks at it rarely: for the first time after ``MIN_SAMPLES`` samples, then where the error so far says that it will suffice,
+at most twice as far. Stopping at the first moment at which the error *happens* to look small gives intervals that are too short.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flatminima._checks import check_at_least, check_generator, check_one_of, check_positive
+from flatminima._errors import NonFiniteLoss
+from flatminima._progress import Progress, no_progress
+from flatminima.operators.base import LinearOperator
+
+__all__ = [
+    "DEFAULT_MAX_PRODUCTS",
+    "DEFAULT_RTOL",
+    "MIN_SAMPLES",
+    "Plan",
+    "Samples",
+    "check_finite",
+    "check_operator",
+    "draw_probes",
+    "largest_relative_error",
+    "relative_error_of_norm",
+    "sample_mean",
+]
+
+DEFAULT_RTOL = 0.02
+DEFAULT_MAX_PRODUCTS = 1000
+#: Fewest samples before the standard error may end the sampling.
+MIN_SAMPLES = 32
+_AT_ONCE = 16
+_NUMBERS_AT_ONCE = 2**24
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to sample, checked.
+
+    Attributes:
+        num_products: Exactly so many products; None where ``rtol`` decides.
+        rtol: Standard error to reach, relative to the value.
+        max_products: Most products under ``rtol``.
+        deadline: Clock reading (``time.monotonic``) after which no further block is begun; at least two samples are drawn.
+        probes: "rademacher" (entries ±1) or "gaussian".
+        generator: Source of the probes.
+        progress: Told the number of products.
+    """
+
+    num_products: int | None
+    rtol: float
+    max_products: int
+    deadline: float
+    probes: str
+    generator: torch.Generator | None
+    progress: Progress
+
+    @classmethod
+    def checked(
+        cls,
+        num_products: int | None = None,
+        rtol: float | None = None,
+        max_products: int = DEFAULT_MAX_PRODUCTS,
+        max_seconds: float | None = None,
+        probes: str = "rademacher",
+        generator: torch.Generator | None = None,
+        progress: Progress = no_progress,
+    ) -> Plan:
+        """Check the arguments that all sampling estimators share.
+
+        Raises:
+            ValueError: If ``num_products`` and ``rtol`` are both given, or a number is out of range.
+            TypeError: If an argument has the wrong type.
+        """
+        if num_products is not None and rtol is not None:
+            raise ValueError(
+                "`num_products` and `rtol` must not both be given (either the cost or the error decides when to stop). "
+                f"Got num_products={num_products}, rtol={rtol}. Use max_products= to bound the cost under rtol."
+            )
+        two = "a standard error takes two samples"
+        if num_products is not None:
+            check_at_least("num_products", num_products, 2, two)
+        seconds = math.inf if max_seconds is None else check_positive("max_seconds", max_seconds)
+        return cls(
+            num_products,
+            DEFAULT_RTOL if rtol is None else check_positive("rtol", rtol),
+            check_at_least("max_products", max_products, 2, two),
+            time.monotonic() + seconds,
+            check_one_of("probes", probes, ("rademacher", "gaussian")),
+            check_generator(generator),
+            progress,
+        )
+
+    @property
+    def budget(self) -> int:
+        """Most products that may be made."""
+        return self.max_products if self.num_products is None else self.num_products
+
+    @property
+    def fewest_products(self) -> int:
+        """Fewest products after which plain sampling can end."""
+        return min(MIN_SAMPLES, self.max_products) if self.num_products is None else self.num_products
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Mean of independent samples and its standard error, in float64.
+
+    Attributes:
+        mean: Any shape.
+        stderr: Same shape.
+        num_samples: Number of samples.
+        num_products: Products made for them.
+        converged: Whether the stop rule was met.
+    """
+
+    mean: Tensor
+    stderr: Tensor
+    num_samples: int
+    num_products: int
+    converged: bool
+
+
+class _Moments:
+    """Running mean and variance by merging blocks (Chan, Golub & LeVeque 1983), about the first sample.
+
+    Measuring from the first sample keeps equal samples exact: their mean is that number and their variance is 0.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, block: Tensor) -> None:
+        """Take in samples ``(b, …)``."""
+        block = block.to(torch.float64)
+        if not self.count:
+            self._origin = block[0].clone()
+            self._mean, self._squares = torch.zeros_like(self._origin), torch.zeros_like(self._origin)
+        block = block - self._origin
+        size, mean = block.shape[0], block.mean(0)
+        total = self.count + size
+        shift = mean - self._mean
+        self._squares += ((block - mean) ** 2).sum(0) + shift**2 * (self.count * size / total)
+        self._mean += shift * (size / total)
+        self.count = total
+
+    @property
+    def mean(self) -> Tensor:
+        return self._origin + self._mean
+
+    @property
+    def stderr(self) -> Tensor:
+        return (self._squares / (max(self.count - 1, 1) * self.count)).sqrt()
+
+
+def draw_probes(A: LinearOperator, count: int, plan: Plan) -> Tensor:
+    """Return random probes V ``(n, count)`` with E[v vᵀ] = I.
+
+    They are drawn one after the other, so that the sequence does not depend on how many are drawn at once.
+    """
+    device = A.device if plan.generator is None else plan.generator.device
+    rows = torch.empty(count, A.size, dtype=A.dtype, device=device)
+    for row in rows:
+        if plan.probes == "gaussian":
+            row.normal_(generator=plan.generator)
+        else:
+            row.bernoulli_(0.5, generator=plan.generator).mul_(2).sub_(1)
+    return rows.T.to(A.device)
+
+
+def sample_mean(
+    draw: Callable[[int], Tensor],
+    *,
+    size: int,
+    plan: Plan,
+    relative_error: Callable[[Tensor, Tensor], float],
+    message: str,
+    cost: int = 1,
+    spent: int = 0,
+    give_up_beyond: float = math.inf,
+) -> Samples:
+    """Average samples until the plan is fulfilled.
+
+    Args:
+        draw: Gives that many new samples, shape ``(b, …)``.
+        size: Number of rows n of a probe; bounds how many are held at once.
+        plan: When to stop.
+        relative_error: Of a mean and its standard error.
+        message: What is being sampled, for the progress.
+        cost: Products a sample.
+        spent: Products that were made before and count towards the plan's limits.
+        give_up_beyond: Stop, not converged, when more further products than this are forecast.
+    """
+    moments, limit = _Moments(), max(2, (plan.budget - spent) // cost)
+    is_fixed = plan.num_products is not None
+    look = limit if is_fixed else min(MIN_SAMPLES, limit)
+    at_once = max(1, min(_AT_ONCE, _NUMBERS_AT_ONCE // max(size, 1)) // cost)
+    started, converged, total = time.monotonic(), False, limit * cost + spent if is_fixed else None
+    while True:
+        width = min(at_once, look - moments.count, _affordable(plan.deadline, started, moments.count))
+        moments.add(check_finite(draw(width)))
+        plan.progress(moments.count * cost + spent, total, message)
+        if moments.count < look:
+            if moments.count >= 2 and time.monotonic() > plan.deadline:
+                break
+            continue
+        error = relative_error(moments.mean, moments.stderr)
+        converged = is_fixed or (error <= plan.rtol and moments.count >= MIN_SAMPLES)
+        if converged or moments.count >= limit or time.monotonic() > plan.deadline:
+            break
+        needed = moments.count * (error / plan.rtol) ** 2
+        if (needed - moments.count) * cost > give_up_beyond:
+            break
+        total = min(limit, math.ceil(min(needed, limit))) * cost + spent
+        look = min(limit, max(moments.count + 1, math.ceil(min(needed, 2 * moments.count))))
+    return Samples(moments.mean, moments.stderr, moments.count, moments.count * cost, converged)
+
+
+def _affordable(deadline: float, started: float, count: int) -> int:
+    """Return how many samples fit before the deadline, at the pace so far; two at first, at least one."""
+    if deadline == math.inf:
+        return _AT_ONCE
+    if count < 2:
+        return 2 - count
+    now = time.monotonic()
+    return max(1, int((deadline - now) * count / max(now - started, 1e-9)))
+
+
+def largest_relative_error(mean: Tensor, stderr: Tensor) -> float:
+    """Return the largest stderr / |mean| over the entries; entries exact up to rounding count as 0."""
+    floor = 8 * torch.finfo(mean.dtype).eps * mean.abs().max()
+    ratio = torch.where(stderr <= floor, torch.zeros_like(stderr), stderr / mean.abs())
+    return float(ratio.max())
+
+
+def relative_error_of_norm(mean: Tensor, stderr: Tensor) -> float:
+    """Return ‖stderr‖ / ‖mean‖, and 0 where both are 0."""
+    error = float(torch.linalg.vector_norm(stderr))
+    return error / float(torch.linalg.vector_norm(mean)) if error else 0.0
+
+
+def check_operator(A: LinearOperator) -> LinearOperator:
+    """Return ``A`` if it is an operator."""
+    if not isinstance(A, LinearOperator):
+        raise TypeError(f"`A` must be a LinearOperator. Got {type(A).__name__}. Write as_operator(matrix) for a plain matrix.")
+    return A
+
+
+def check_finite(product: Tensor) -> Tensor:
+    """Return ``product`` if it holds neither infinities nor NaNs."""
+    if not bool(torch.isfinite(product).all()):
+        raise NonFiniteLoss(
+            "A product of A with a vector must be finite. Got inf or NaN. "
+            "The second derivatives overflow at these parameters: check the loss there, or use a wider dtype."
+        )
+    return product

@@ -1,0 +1,6 @@
+"""The loss of (model, loss function, data) as a function of one flat vector; everything else asks it for values."""
+
+from flatminima.objective.evaluators import Evaluation
+from flatminima.objective.objective import Objective, gradients_of
+
+__all__ = ["Evaluation", "Objective", "gradients_of"]

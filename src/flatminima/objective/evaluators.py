@@ -1,0 +1,264 @@
+"""What turns parameters into batch losses: a model with a loss and data, or a closure over parameters."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from flatminima.objective.batches import Batches, batch_size, describe, inputs_and_targets, map_tensors
+from flatminima.objective.losses import ELEMENTWISE, Loss
+from flatminima.objective.session import session
+from flatminima.params import ParameterSpace, clean_name
+
+__all__ = ["ClosureEvaluator", "Evaluation", "Evaluator", "ModelEvaluator"]
+
+_MODEL_NAMES = ("model", "module", "net", "network")
+
+
+@final
+@dataclass(frozen=True)
+class Evaluation:
+    """One batch's part of the loss.
+
+    Attributes:
+        total: Sum over the batch's terms, scalar, differentiable in the leaves.
+        outputs: The model's output (logits), or None where the loss calls the model itself.
+        targets: The batch's targets.
+        batch: The batch, on the model's device.
+    """
+
+    total: Tensor
+    outputs: Tensor | None = None
+    targets: Any = None
+    batch: Any = None
+
+
+class Evaluator(ABC):
+    """A loss as a sum over batches, as a function of named tensors."""
+
+    @property
+    @abstractmethod
+    def space(self) -> ParameterSpace:
+        """The parameters that the loss is a function of."""
+
+    @abstractmethod
+    def current(self) -> Mapping[str, Tensor]:
+        """Return the user's tensors, by name."""
+
+    @abstractmethod
+    def session(self) -> AbstractContextManager[None]:
+        """Return the context in which everything is evaluated; it restores all state of the user's."""
+
+    @abstractmethod
+    def leaves(self, theta: Tensor) -> dict[str, Tensor]:
+        """Return leaf tensors that hold θ ``(n,)`` and require a gradient."""
+
+    @abstractmethod
+    def evaluations(self, leaves: Mapping[str, Tensor]) -> Iterator[Evaluation]:
+        """Yield each batch's loss at the leaves, within a session."""
+
+
+class _Bound(nn.Module):
+    """Model and loss as one module, so that one functional call replaces the tensors of both."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_function = loss.function
+        self.loss = loss
+        self.takes_model = loss.name == "custom" and _first_parameter(loss.function) in _MODEL_NAMES
+
+    def forward(self, batch: Any, num_terms: Callable[[Any], float] | None) -> Evaluation:
+        if self.takes_model:
+            return Evaluation(self.custom(self.loss_function(self.model, batch), batch, num_terms), batch=batch)
+        args, kwargs, targets = inputs_and_targets(batch)
+        outputs = _logits(self.model(*args, **kwargs))
+        if self.loss.name == "custom":
+            total = self.custom(self.loss_function(outputs, targets), batch, num_terms)
+        else:
+            total = self.loss.total(outputs, targets, self.options(outputs))
+        return Evaluation(total, outputs, targets, batch)
+
+    def options(self, outputs: Tensor) -> dict[str, Any]:
+        """Return the standard loss's settings with its tensors in the outputs' dtype and device."""
+        return map_tensors(dict(self.loss.options), lambda t: t.to(outputs.device, outputs.dtype))  # type: ignore[no-any-return]
+
+    def custom(self, value: Any, batch: Any, num_terms: Callable[[Any], float] | None) -> Tensor:
+        """Return a custom loss's value as the sum over the batch's terms."""
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ValueError(f"`loss` must return one number per batch. Got {describe(value)}. Average it: loss.mean().")
+        count = 1.0 if self.loss.reduction == "sum" else float((num_terms or batch_size)(batch))
+        return count * value.reshape(())
+
+
+@final
+class ModelEvaluator(Evaluator):
+    """A model, a loss and batches.
+
+    Args:
+        model: The user's module, unwrapped.
+        loss: The loss and what is known of it.
+        batches: The data.
+        space: The parameters to differentiate in; the others stay constant.
+        mode: "eval" or "train".
+        num_terms: Number of terms of a batch under a custom loss; the batch size when None.
+        dtype: Floating point type to compute in; None keeps the model's own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batches: Batches,
+        space: ParameterSpace,
+        *,
+        mode: str,
+        num_terms: Callable[[Any], float] | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.model, self.loss, self.batches, self.mode = model, loss, batches, mode
+        self.num_terms_of, self.dtype = num_terms, dtype
+        self._space = space
+        self._bound = _Bound(model, loss)
+        self._raw_names = {clean_name(n).removeprefix("model."): n for n, _ in self._bound.named_parameters()}
+
+    @property
+    def space(self) -> ParameterSpace:
+        return self._space
+
+    @property
+    def takes_model(self) -> bool:
+        """Whether the loss calls the model itself."""
+        return self._bound.takes_model
+
+    def current(self) -> Mapping[str, Tensor]:
+        return {clean_name(name): p for name, p in self.model.named_parameters()}
+
+    def session(self) -> AbstractContextManager[None]:
+        return session(self.model, mode=self.mode, generator=self.batches.generator)
+
+    def leaves(self, theta: Tensor) -> dict[str, Tensor]:
+        own = self.current()
+        return {
+            name: part.to(own[name].device, self.dtype or own[name].dtype, copy=True).requires_grad_()
+            for name, part in self.space.unflatten(theta).items()
+        }
+
+    def evaluations(self, leaves: Mapping[str, Tensor]) -> Iterator[Evaluation]:
+        for batch in self.prepared():
+            yield self.evaluate(batch, leaves)
+
+    def prepared(self) -> Iterator[Any]:
+        """Yield the batches on the model's device, in the dtype to compute in."""
+        device = next(iter(self.current().values())).device
+
+        def prepare(tensor: Tensor) -> Tensor:
+            return tensor.to(device, self.dtype) if self.dtype and tensor.is_floating_point() else tensor.to(device)
+
+        for batch in self.batches:
+            yield map_tensors(batch, prepare)
+
+    def evaluate(self, batch: Any, leaves: Mapping[str, Tensor]) -> Evaluation:
+        """Return one prepared batch's loss. Buffers are copies, so the model's own never change."""
+        result = torch.func.functional_call(self._bound, self._tensors(leaves), (batch, self.num_terms_of))
+        assert isinstance(result, Evaluation)
+        return result
+
+    def num_terms(self, evaluation: Evaluation) -> float:
+        """Return what the mean divides this batch's total by."""
+        if self.loss.name == "custom":
+            return float((self.num_terms_of or batch_size)(evaluation.batch))
+        assert evaluation.outputs is not None
+        self._check_shapes(evaluation.outputs, evaluation.targets)
+        return self.loss.num_terms(evaluation.outputs, evaluation.targets, self._bound.options(evaluation.outputs))
+
+    def total_of(self, outputs: Tensor, evaluation: Evaluation) -> Tensor:
+        """Return a batch's total as a function of given outputs instead of the model's."""
+        if self.loss.name == "custom":
+            return self._bound.custom(self.loss.function(outputs, evaluation.targets), evaluation.batch, self.num_terms_of)
+        return self.loss.total(outputs, evaluation.targets, self._bound.options(outputs))
+
+    def loss_options(self, outputs: Tensor) -> dict[str, Any]:
+        """Return a standard loss's settings, with its tensors in the outputs' dtype and device."""
+        return self._bound.options(outputs)
+
+    def _check_shapes(self, outputs: Tensor, targets: Tensor) -> None:
+        if self.loss.name in ELEMENTWISE and outputs.shape != targets.shape:
+            raise ValueError(
+                f"Outputs and targets must have one shape under {self.loss.name} (torch would broadcast them). "
+                f"Got {tuple(outputs.shape)} and {tuple(targets.shape)}. Reshape the targets: y.view_as(outputs)."
+            )
+
+    def _tensors(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {raw: leaves[name] for name, raw in self._raw_names.items() if name in leaves}
+        for raw, tensor in (*self._bound.named_parameters(), *self._bound.named_buffers()):
+            if raw not in tensors:
+                floating = self.dtype is not None and tensor.is_floating_point()
+                is_buffer = not isinstance(tensor, nn.Parameter)  # a forward pass may write to it
+                tensors[raw] = tensor.detach().to(self.dtype if floating else tensor.dtype, copy=is_buffer)
+        return tensors
+
+
+@final
+class ClosureEvaluator(Evaluator):
+    """A function without arguments that returns the loss, and the parameters that it reads."""
+
+    def __init__(self, closure: Callable[[], Tensor], params: Mapping[str, Tensor]) -> None:
+        self.closure = closure
+        self._params = dict(params)
+        self._space = ParameterSpace({name: p.shape for name, p in params.items()})
+
+    @property
+    def space(self) -> ParameterSpace:
+        return self._space
+
+    def current(self) -> Mapping[str, Tensor]:
+        return self._params
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        before = [(p, p.detach().clone(), p.grad) for p in self._params.values()]
+        try:
+            with session(None, mode="eval"):
+                yield
+        finally:
+            with torch.no_grad():
+                for parameter, value, gradient in before:
+                    parameter.copy_(value)
+                    parameter.grad = gradient
+
+    def leaves(self, theta: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            for name, part in self.space.unflatten(theta).items():
+                self._params[name].copy_(part)
+        return dict(self._params)
+
+    def evaluations(self, leaves: Mapping[str, Tensor]) -> Iterator[Evaluation]:
+        total = self.closure()
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            raise ValueError(f"`closure` must return one number. Got {describe(total)}.")
+        yield Evaluation(total.reshape(()))
+
+
+def _logits(outputs: Any) -> Any:
+    """Return the tensor that a loss takes: the output itself, its ``.logits``, or its entry "logits"."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        return outputs["logits"]
+    return getattr(outputs, "logits", outputs)
+
+
+def _first_parameter(function: Callable[..., Any]) -> str | None:
+    try:
+        names = list(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names[0] if names else None

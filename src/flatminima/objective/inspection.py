@@ -1,0 +1,137 @@
+"""The first pass over the data: count it, see that every loss is finite, and that a second pass gives the same."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from flatminima._errors import NonFiniteLoss, NotDeterministic
+from flatminima.objective.batches import batch_size, describe, tensors_of
+from flatminima.objective.evaluators import Evaluation, ModelEvaluator
+
+__all__ = ["Inspection", "inspect_data"]
+
+
+@final
+@dataclass(frozen=True)
+class Inspection:
+    """What one pass over the data showed.
+
+    Attributes:
+        num_examples: Number of examples.
+        num_terms: What the mean loss divides by: elements, rows, or the weights of targets that are not ignored.
+        total: Sum over all terms.
+        fingerprints: A checksum of every batch.
+    """
+
+    num_examples: int
+    num_terms: float
+    total: float
+    fingerprints: tuple[int, ...]
+
+
+def inspect_data(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor], *, check_deterministic: bool) -> Inspection:
+    """Pass over the data once, or twice to compare; to be called within a session.
+
+    Raises:
+        ValueError: If the data is empty, has no term, or does not fit the model.
+        NonFiniteLoss: If a batch's loss is infinite or NaN.
+        NotDeterministic: If the second pass differs, with the culprit where it can be found.
+    """
+    first = _one_pass(evaluator, leaves)
+    if first.num_examples == 0:
+        raise ValueError("`data` must hold at least one example. Got an empty loader.")
+    if not first.num_terms > 0:
+        raise ValueError(f"`data` must hold at least one loss term. Got {first.num_terms}: is every target ignored?")
+    if check_deterministic:
+        second = _one_pass(evaluator, leaves)
+        if second.fingerprints != first.fingerprints:
+            raise NotDeterministic(_changed_data(evaluator.batches.data))
+        precision = max((torch.finfo(leaf.dtype).eps for leaf in leaves.values()), default=1e-7)
+        if not math.isclose(first.total, second.total, rel_tol=1e3 * precision, abs_tol=1e-30):
+            raise NotDeterministic(
+                f"The loss changed between two passes over the same data "
+                f"({first.total / first.num_terms:.6g} -> {second.total / second.num_terms:.6g}). {_culprit(evaluator, leaves)} "
+                "Put the model in eval mode (mode='eval'), or pass check_deterministic=False."
+            )
+    return first
+
+
+def _one_pass(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor]) -> Inspection:
+    examples, terms, total, fingerprints = 0, 0.0, 0.0, []
+    with torch.no_grad():
+        for index, batch in enumerate(evaluator.prepared()):
+            evaluation, count = _evaluate(evaluator, index, batch, leaves)
+            size, value = batch_size(batch), float(evaluation.total)
+            if not math.isfinite(value):
+                raise NonFiniteLoss(
+                    f"The loss of batch {index} (examples {examples} to {examples + size - 1}) is {value}. "
+                    "Look at its inputs and targets, and at the parameters, for NaN and infinities."
+                )
+            examples, terms, total = examples + size, terms + count, total + value
+            fingerprints.append(_fingerprint(batch))
+    return Inspection(examples, terms, total, tuple(fingerprints))
+
+
+def _evaluate(evaluator: ModelEvaluator, index: int, batch: Any, leaves: Mapping[str, Tensor]) -> tuple[Evaluation, float]:
+    """Evaluate a batch; say which one it was when the model or the loss refuses it."""
+    try:
+        evaluation = evaluator.evaluate(batch, leaves)
+        return evaluation, evaluator.num_terms(evaluation)
+    except (RuntimeError, TypeError, IndexError, AttributeError, ValueError) as error:
+        if batch_size(batch) == 0:
+            raise ValueError(f"`data` must hold at least one example a batch. Batch {index} is empty.") from error
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"The model and loss do not fit batch {index}, {describe(batch)}: {reason}") from error
+
+
+def _fingerprint(batch: Any) -> int:
+    checksum = 0
+    for tensor in tensors_of(batch):
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        checksum = zlib.crc32(data.numpy().data, checksum)
+    return checksum
+
+
+def _changed_data(data: Any) -> str:
+    if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
+        cause = "The DataLoader shuffles. Build it with shuffle=False"
+    else:
+        cause = "Its batches differ: it shuffles, augments at random, or draws new samples. Stop that"
+    return f"The data changed between two passes. {cause}, or pass list(loader) to fix one pass."
+
+
+def _culprit(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor]) -> str:
+    """Name the first module whose output differs between two calls on one batch."""
+    batch = next(evaluator.prepared())
+    first, second = (_module_outputs(evaluator, batch, leaves) for _ in range(2))
+    for (name, checksum), (_, other) in zip(first, second, strict=False):
+        if checksum != other:
+            module = evaluator.model.get_submodule(name)
+            return f"The first module to differ is {name or 'the model'!r} ({type(module).__name__})."
+    return "No module differs on the first batch: look at the loss, and at code between modules."
+
+
+def _module_outputs(evaluator: ModelEvaluator, batch: Any, leaves: Mapping[str, Tensor]) -> list[tuple[str, int]]:
+    seen: list[tuple[str, int]] = []
+    hooks = []
+    for name, module in evaluator.model.named_modules():
+
+        def record(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
+            seen.append((name, _fingerprint(output)))
+
+        hooks.append(module.register_forward_hook(record))
+    try:
+        with torch.no_grad():
+            evaluator.evaluate(batch, leaves)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen

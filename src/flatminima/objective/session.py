@@ -1,0 +1,85 @@
+"""The state in which the library calls the user's model, and its exact restoration afterwards.
+
+Everything that is switched here is the process's or the model's, so it is switched for the library's own calls only and put
+back whether the call returns, raises or is interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+__all__ = ["session", "unwrap"]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside ``torch.compile`` and ``DataParallel`` wrappers."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.DataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+@contextmanager
+def session(model: nn.Module | None, *, mode: str, generator: torch.Generator | None = None) -> Iterator[None]:
+    """Put the model and torch into the state that second derivatives need.
+
+    Eval or train mode on every sub-module; gradients on; the math kernel of attention and no fused transformer layer (the
+    fused ones have no second derivative); compiled code run eagerly; random state forked.
+
+    Args:
+        model: The model, or None for a closure, whose modes are the caller's business.
+        mode: "eval" or "train".
+        generator: A generator to put back too, for example a DataLoader's.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(_no_fused_transformer())
+        stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
+        if generator is not None:
+            stack.callback(generator.set_state, generator.get_state())
+        if model is not None:
+            stack.enter_context(_mode(model, mode))
+            if _holds_compiled_code(model):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def _mode(model: nn.Module, mode: str) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(mode == "train")
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def _no_fused_transformer() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _holds_compiled_code(model: nn.Module) -> bool:
+    return any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules())
+
+
+def _cuda_devices(model: nn.Module | None) -> list[int]:
+    if model is None or not torch.cuda.is_available():
+        return []
+    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})

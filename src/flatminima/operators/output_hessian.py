@@ -1,0 +1,162 @@
+r"""The Hessian of one batch's loss in the model's outputs: the middle factor Λ of the Gauss–Newton matrix Jᵀ Λ J.
+
+For softmax cross-entropy, squared error and logistic loss there is a closed form, applied to a vector without any K×K matrix;
+for every other loss the product comes from autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatminima.objective import Evaluation
+from flatminima.objective.evaluators import ModelEvaluator
+from flatminima.objective.losses import Loss
+
+__all__ = ["num_columns", "output_factor", "output_product"]
+
+
+def num_columns(loss: Loss, outputs: Tensor) -> int:
+    """Return how many columns ``output_factor`` needs for one example."""
+    if loss.name != "cross_entropy":
+        return outputs[0].numel()
+    num_classes = outputs.shape[_class_dim(outputs)]
+    return outputs[0].numel() // num_classes * (num_classes - 1)
+
+
+def output_product(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the function u ↦ Λ u for one batch, with u and Λ u in the outputs' shape.
+
+    Args:
+        evaluator: Tells the loss and its settings.
+        evaluation: The batch's evaluation.
+        outputs: The outputs, detached.
+    """
+    loss, targets, options = evaluator.loss, evaluation.targets, evaluator.loss_options(outputs)
+    if loss.name == "cross_entropy":
+        classes = _class_dim(outputs)
+        p = outputs.softmax(classes)
+        weight = _row_weights(outputs, targets, options).unsqueeze(classes)
+        return lambda u: weight * (p * u - p * (p * u).sum(classes, keepdim=True))
+    if loss.name == "mse":
+        return lambda u: 2 * u
+    if loss.name == "bce_with_logits":
+        diagonal = _logistic_curvature(outputs, targets, options)
+        return lambda u: diagonal * u
+    return _autograd_product(evaluator, evaluation, outputs)
+
+
+def output_factor(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return columns s and signs σ with Λ = Σ_c σ_c s_c s_cᵀ, each column within one example.
+
+    For softmax cross-entropy the K−1 columns of the Cholesky factor of diag(p) − ppᵀ (Tanabe & Sagae 1992): column j is
+    √(p_j q_j / q_{j−1}) (e_j − p_{>j} / q_j) with the tail sums q_j = Σ_{k>j} p_k, which lose no digit however small p is.
+
+    Returns:
+        Columns, shape ``(C, *outputs.shape)``, and signs ``(C, batch)``, where C is the number of columns one example needs:
+        K−1 per position for cross-entropy, the number of its outputs for the others.
+
+    Raises:
+        ValueError: If the loss couples examples, so that Λ has no factor within one example.
+    """
+    loss, targets, options = evaluator.loss, evaluation.targets, evaluator.loss_options(outputs)
+    if loss.name == "cross_entropy":
+        classes = _class_dim(outputs)
+        root = _softmax_factor(outputs.softmax(classes).movedim(classes, -1))  # (batch, *positions, K, K-1)
+        root = root * _row_weights(outputs, targets, options)[..., None, None].sqrt()
+        columns = _spread_positions(root)  # (C, batch, *positions, K)
+        return columns.movedim(-1, classes + 1), torch.ones_like(columns[:, :, :1].flatten(2)[..., 0])
+    if loss.name in ("mse", "bce_with_logits"):
+        diagonal = torch.full_like(outputs, 2.0) if loss.name == "mse" else _logistic_curvature(outputs, targets, options)
+        flat = diagonal.flatten(1)
+        columns = torch.diag_embed(flat.sqrt()).movedim(-1, 0).reshape(flat.shape[1], *outputs.shape)
+        return columns, torch.ones(columns.shape[:2], dtype=outputs.dtype, device=outputs.device)
+    return _autograd_factor(_autograd_product(evaluator, evaluation, outputs), outputs)
+
+
+def _class_dim(outputs: Tensor) -> int:
+    return 1 if outputs.ndim > 1 else 0
+
+
+def _row_weights(outputs: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Return the factor of diag(p) − ppᵀ in every row: Σ_k weight_k q_k for target probabilities q, 0 where ignored."""
+    classes, smoothing = _class_dim(outputs), float(options.get("label_smoothing", 0.0))
+    weight: Tensor | None = options.get("weight")
+    num_classes = outputs.shape[classes]
+    w = torch.ones(num_classes, dtype=outputs.dtype, device=outputs.device) if weight is None else weight
+    if targets.is_floating_point():
+        probabilities = (targets * (1 - smoothing) + smoothing / num_classes).movedim(classes, -1)
+        return torch.matmul(probabilities, w)
+    kept = targets != options.get("ignore_index", -100)
+    own = w[torch.where(kept, targets, 0)]
+    return torch.where(kept, (1 - smoothing) * own + smoothing * w.mean(), 0.0)
+
+
+def _softmax_factor(p: Tensor) -> Tensor:
+    """Return S ``(..., K, K-1)`` with S Sᵀ = diag(p) − ppᵀ for probabilities p ``(..., K)``."""
+    tail = p.flip(-1).cumsum(-1).flip(-1)  # tail_j = Σ_{k>=j} p_k
+    rest = tail[..., 1:]
+    scale = (p[..., :-1] * rest / tail[..., :-1]).nan_to_num(0.0).clamp_min(0).sqrt()
+    ratio = (p[..., None, :] / rest[..., :, None]).nan_to_num(0.0, 0.0, 0.0)  # p_k / q_j
+    later = torch.ones(p.shape[-1] - 1, p.shape[-1], dtype=p.dtype, device=p.device).triu(1)
+    root = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)[:-1] - ratio * later
+    return (scale[..., None] * root).transpose(-1, -2)
+
+
+def _spread_positions(root: Tensor) -> Tensor:
+    """Give every position of an example its own columns: ``(batch, *positions, K, R)`` -> ``(P·R, batch, *positions, K)``."""
+    batch, positions, (num_classes, rank) = root.shape[0], root.shape[1:-2], root.shape[-2:]
+    count = positions.numel()
+    flat = root.reshape(batch, count, num_classes, rank)
+    spread = torch.zeros(count, rank, batch, count, num_classes, dtype=root.dtype, device=root.device)
+    index = torch.arange(count, device=root.device)
+    spread[index, :, :, index] = flat.permute(1, 3, 0, 2)
+    return spread.reshape(count * rank, batch, *positions, num_classes)
+
+
+def _logistic_curvature(outputs: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Return the second derivative of the logistic loss: weight · (pos_weight · y + 1 − y) · σ(o) σ(−o)."""
+    curvature = outputs.sigmoid() * (-outputs).sigmoid()
+    if options.get("pos_weight") is not None:
+        curvature = curvature * (options["pos_weight"] * targets + 1 - targets)
+    return curvature if options.get("weight") is None else curvature * options["weight"]
+
+
+def _autograd_product(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: Tensor) -> Callable[[Tensor], Tensor]:
+    """Differentiate the batch's loss twice in its outputs; the graph is shared by all products."""
+    variable = outputs.detach().requires_grad_()
+    total = evaluator.total_of(variable, evaluation)
+    (gradient,) = torch.autograd.grad(total, variable, create_graph=True, materialize_grads=True)
+
+    def product(u: Tensor) -> Tensor:
+        if not gradient.requires_grad:
+            return torch.zeros_like(u)
+        (result,) = torch.autograd.grad(gradient, variable, u, retain_graph=True, materialize_grads=True)
+        return result
+
+    return product
+
+
+def _autograd_factor(product: Callable[[Tensor], Tensor], outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Form Λ of each example from one product per output, and split it by its eigenvectors."""
+    batch, width = outputs.shape[0], outputs[0].numel()
+    dense = torch.stack([product(_unit(outputs, k)).reshape(batch, width) for k in range(width)], dim=2)  # (batch, width, width)
+    # One product with independent signs per example reveals a Λ that couples examples.
+    generator = torch.Generator(outputs.device).manual_seed(0)
+    signs = 2 * torch.empty_like(outputs).bernoulli_(generator=generator) - 1
+    expected = torch.einsum("bij,bj->bi", dense, signs.reshape(batch, width))
+    difference = (product(signs).reshape(batch, width) - expected).norm()
+    if difference > 1e-3 * expected.norm():
+        raise ValueError("The loss couples examples: its Hessian in the outputs has no factor within one example.")
+    values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
+    columns = vectors * values.abs().sqrt()[:, None, :]
+    return columns.permute(2, 0, 1).reshape(width, *outputs.shape), values.sign().T
+
+
+def _unit(outputs: Tensor, k: int) -> Tensor:
+    unit = torch.zeros_like(outputs).flatten(1)
+    unit[:, k] = 1.0
+    return unit.reshape(outputs.shape)

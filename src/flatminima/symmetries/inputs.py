@@ -1,0 +1,88 @@
+"""Example inputs in any form, and a model's outputs on them as float64 tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatminima.symmetries.move import unwrapped
+
+__all__ = ["Call", "double_copy", "kept_rng", "outputs"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The positional and keyword arguments of one forward call, floating point tensors in float64."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, inputs: object, name: str = "example_inputs") -> Call:
+        """Read a tensor, a tuple or list of arguments, or a dict of keyword arguments.
+
+        Raises:
+            TypeError: If ``inputs`` is none of these.
+        """
+        if isinstance(inputs, Tensor):
+            return cls((_as_double(inputs),), {})
+        if isinstance(inputs, Mapping):
+            return cls((), {str(k): _as_double(v) for k, v in inputs.items()})
+        if isinstance(inputs, list | tuple) and inputs:
+            return cls(tuple(_as_double(v) for v in inputs), {})
+        raise TypeError(
+            f"`{name}` must be a tensor, a tuple of the model's positional inputs or a dict of its keyword inputs. "
+            f"Got {type(inputs).__name__}."
+        )
+
+
+def _as_double(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().double() if value.is_floating_point() else value.detach()
+    if isinstance(value, Mapping):
+        return {k: _as_double(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_as_double(v) for v in value)
+    return value
+
+
+def double_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of the model in float64 and eval mode."""
+    return copy.deepcopy(unwrapped(model)).double().eval()
+
+
+def outputs(model: nn.Module, call: Call) -> list[Tensor]:
+    """Run ``model`` once without gradients and return every tensor that it gives.
+
+    Raises:
+        TypeError: If the model gives no tensor.
+    """
+    with torch.no_grad(), kept_rng(model):
+        found = _tensors(model(*call.args, **call.kwargs))
+    if not found:
+        raise TypeError("`model` must return a tensor, or a tuple or dict of tensors. Got none.")
+    return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value.double()]
+    if isinstance(value, Mapping):
+        return [t for v in value.values() for t in _tensors(v)]
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in _tensors(v)]
+    return []
+
+
+@contextmanager
+def kept_rng(model: nn.Module) -> Iterator[None]:
+    """Leave the global random number generators as they were, whatever the model draws."""
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(devices)):
+        yield

@@ -1,0 +1,88 @@
+"""Softmax shift: one vector added to the weights of every class, one number to every bias."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from flatminima.symmetries.move import Layout, Move
+from flatminima.symmetries.symmetry import Symmetry
+
+__all__ = ["ShiftMove", "SoftmaxShift", "is_softmax_cross_entropy"]
+
+
+def is_softmax_cross_entropy(loss: object) -> bool:
+    """Return whether a loss is torch's softmax cross-entropy, as a module, a function, or a partial of the function."""
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    return isinstance(loss, nn.CrossEntropyLoss) or loss is nn.functional.cross_entropy
+
+
+@final
+class SoftmaxShift(Symmetry):
+    """W_k → W_k + v and b_k → b_k + c for all classes k: each example's logits move by one number, the softmax not at all.
+
+    It is a symmetry of the loss, not of the outputs.
+
+    Attributes:
+        weight: Name of the last layer's weight.
+        class_axis: Its axis of classes.
+        bias: Name of the last layer's bias, shape ``(classes,)``, if it has one.
+    """
+
+    kind = "softmax shift"
+
+    def __init__(self, layout: Layout, weight: str, class_axis: int, bias: str | None, weight_rms: float) -> None:
+        self.layout = layout
+        self.weight, self.class_axis, self.bias = weight, class_axis, bias
+        self.weight_rms = weight_rms
+        shape = layout.shapes[weight]
+        self.dimension = shape.numel() // shape[class_axis] + (bias is not None)
+        self.parameters = (weight,) if bias is None else (weight, bias)
+        self.buffers = ()
+        self.name = f"shift of the {shape[class_axis]} classes of {weight.removesuffix('.weight')}"
+
+    def move(self, vector: Tensor, constant: float = 0.0) -> ShiftMove:
+        """Return the move that adds ``vector`` (the weight's shape with size 1 on the class axis) and ``constant``."""
+        return ShiftMove(self, vector.detach().double().cpu(), float(constant))
+
+    def centring(self, state: Mapping[str, Tensor]) -> ShiftMove:
+        """Return the move that makes the mean over the classes zero."""
+        vector = -state[self.weight].detach().double().mean(dim=self.class_axis, keepdim=True)
+        return self.move(vector, 0.0 if self.bias is None else -float(state[self.bias].detach().double().mean()))
+
+    def _random(self, generator: torch.Generator | None, scale: float, state: Mapping[str, Tensor]) -> ShiftMove:
+        shape = list(self.layout.shapes[self.weight])
+        shape[self.class_axis] = 1
+        device = torch.device("cpu") if generator is None else generator.device
+        draw = torch.randn(torch.Size(shape).numel() + 1, dtype=torch.float64, generator=generator, device=device).cpu()
+        rms = float(state[self.weight].detach().double().square().mean().sqrt()) if self.weight in state else self.weight_rms
+        draw *= scale * (rms or 1.0)
+        return self.move(draw[:-1].reshape(shape), float(draw[-1]) if self.bias else 0.0)
+
+    def describe(self) -> str:
+        return f"softmax shift: {self.name} by one common vector (dimension {self.dimension}; the loss stays, the logits shift)"
+
+
+@final
+class ShiftMove(Move):
+    """The move that adds a vector to every class's weights and a constant to every bias."""
+
+    def __init__(self, symmetry: SoftmaxShift, vector: Tensor, constant: float) -> None:
+        self.symmetry = symmetry
+        self.layout = symmetry.layout
+        self.vector, self.constant = vector, constant
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.symmetry.parameters)
+
+    def inverse(self) -> ShiftMove:
+        return ShiftMove(self.symmetry, -self.vector, -self.constant)
+
+    def _change(self, name: str, value: Tensor) -> Tensor:
+        return value + (self.vector.to(value.device) if name == self.symmetry.weight else self.constant)

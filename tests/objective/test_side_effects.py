@@ -1,0 +1,239 @@
+"""Nothing of the user's changes, whatever happens; compiled, low-precision and attention models work."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from flatminima.estimators.gauss_newton_diagonal import gauss_newton_squares
+from flatminima.objective import Objective
+from flatminima.operators import GaussNewton, Hessian
+from tests.conformance.oracles import dense_hessian
+
+g = torch.Generator().manual_seed(0)
+X, Y = torch.randn(12, 2, 4, 4, generator=g), torch.randint(0, 3, (12,), generator=g)
+
+
+def _network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(12, 3)
+    )  # fmt: skip
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    return {
+        "training": [m.training for m in model.modules()],
+        "tensors": {n: t.clone() for n, t in model.state_dict().items()},
+        "requires_grad": [p.requires_grad for p in model.parameters()],
+        "grad": [(id(p.grad), None if p.grad is None else p.grad.clone()) for p in model.parameters()],
+        "rng": torch.get_rng_state(),
+        "hooks": [len(m._forward_hooks) for m in model.modules()],
+        "sdpa": (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()),
+        "mha": torch.backends.mha.get_fastpath_enabled(),
+        "grad mode": torch.is_grad_enabled(),
+    }
+
+
+def _assert_same(before: Any, after: Any) -> None:
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def _everything(model: nn.Module, **settings: Any) -> None:
+    objective = Objective(model, F.cross_entropy, [(X[:8], Y[:8]), (X[8:], Y[8:])], **settings)
+    V = torch.ones(objective.space.size, 2, dtype=objective.dtype)
+    objective.value_and_gradient()
+    results = [objective.gradient(), Hessian(objective) @ V, GaussNewton(objective) @ V, objective.at(objective.theta).value()]
+    assert all(not r.requires_grad and r.grad_fn is None for r in results)
+    if settings.get("mode") != "train":
+        gauss_newton_squares(GaussNewton(objective), diagonal=True)
+    objective.subset(3, generator=torch.Generator().manual_seed(0)).value()
+
+
+@pytest.mark.parametrize("settings", [{}, {"mode": "train", "check_deterministic": False}, {"dtype": torch.float64}])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_nothing_of_the_users_changes(settings: dict[str, Any], context: Callable[[], Any]) -> None:
+    model = _network().train()
+    model[1].eval()
+    F.cross_entropy(model(X), Y).backward()
+    model[5].bias.grad = None
+    before = _state(model)
+    with context():
+        _everything(model, **settings)
+    _assert_same(before, _state(model))
+
+
+class Failing(nn.Module):
+    """Raises in a forward pass or in a backward pass, on the call that is asked for."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.inner, self.where, self.calls = _network(), where, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.inner(x)
+        if self.calls > 6:
+            if self.where == "forward":
+                raise KeyboardInterrupt
+            y.register_hook(self._fail)
+        return y
+
+    @staticmethod
+    def _fail(gradient: Tensor) -> Tensor:
+        raise RuntimeError("broken in backward")
+
+
+@pytest.mark.parametrize(("where", "error"), [("forward", KeyboardInterrupt), ("backward", RuntimeError)])
+def test_nothing_changes_when_a_call_raises_half_way(where: str, error: type[BaseException]) -> None:
+    model = Failing(where).train()
+    before = _state(model)
+    with pytest.raises(error):
+        _everything(model)
+    _assert_same(before, _state(model))
+
+
+def test_batch_norm_uses_running_statistics_unless_train_mode_is_asked_for() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    x = X.double()
+    evaluated = Objective(model, F.cross_entropy, (x, Y)).value()
+    trained = Objective(model, F.cross_entropy, (x, Y), mode="train").value()
+    with torch.no_grad():
+        model.eval()
+        torch.testing.assert_close(evaluated, F.cross_entropy(model(x), Y))
+        model.train()
+        torch.testing.assert_close(trained, F.cross_entropy(model(x), Y))
+
+
+def test_micro_batches_are_refused_where_they_would_change_the_function() -> None:
+    with pytest.raises(ValueError, match="`micro_batch_size` must be None in train mode"):
+        Objective(_network(), F.cross_entropy, (X, Y), mode="train", micro_batch_size=4)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_a_compiled_model_is_looked_through() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 4), nn.Tanh(), nn.Linear(4, 3))
+    eager = Objective(model, F.cross_entropy, (X, Y))
+    v = torch.ones(eager.space.size)
+    compiled = Objective(torch.compile(model), F.cross_entropy, (X, Y))
+    assert compiled.space.names == eager.space.names == ("1.weight", "1.bias", "3.weight", "3.bias")
+    assert torch.equal(Hessian(compiled) @ v, Hessian(eager) @ v)
+    inside = nn.Sequential(nn.Flatten(), torch.compile(nn.Sequential(model[1], model[2])), model[3])
+    nested = Objective(inside, F.cross_entropy, (X, Y))
+    assert nested.space.names == ("1.0.weight", "1.0.bias", "2.weight", "2.bias")
+    assert torch.equal(Hessian(nested) @ v, Hessian(eager) @ v)
+    in_place = nn.Sequential(nn.Flatten(), model[1], model[2], model[3])
+    in_place.compile()
+    assert torch.equal(Hessian(Objective(in_place, F.cross_entropy, (X, Y))) @ v, Hessian(eager) @ v)
+
+
+def test_attention_has_its_second_derivative_in_any_mode() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        model = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3)).double()
+    x, y = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64), Y[:5]
+    expected = dense_hessian(model, F.cross_entropy, x, y)
+    for mode in ("eval", "train"):
+        found = Hessian(Objective(model, F.cross_entropy, (x, y), mode=mode)).to_dense()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
+
+
+def test_parameters_that_the_loss_uses_linearly_or_not_at_all_have_zero_rows() -> None:
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Parameter(torch.tensor([v], dtype=torch.float64)) for v in (1.0, 2.0, 3.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a * x + self.b.square()
+
+    def mean(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.mean()
+
+    x = torch.ones(4, dtype=torch.float64)
+    H = Hessian(Objective(Linear(), mean, (x, x)))
+    torch.testing.assert_close(H.to_dense(), torch.diag(torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64)))
+    w = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(Hessian(Objective.from_closure(lambda: w.sum(), [w])).to_dense(), torch.zeros(3, 3, dtype=torch.float64))
+
+
+def test_a_tied_weight_counts_once() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(1, 1, bias=False).double()
+            self.second = nn.Linear(1, 1, bias=False).double()
+            nn.init.ones_(self.first.weight)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    def half_square(outputs: Tensor, targets: Tensor) -> Tensor:
+        return 0.5 * outputs.square().mean()
+
+    x = torch.ones(1, 1, dtype=torch.float64)
+    H = Hessian(Objective(Product(), half_square, (x, x)))
+    assert H.to_dense().tolist() == [[6.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_models_give_float32_results(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 3))
+    reference = Objective(model, F.cross_entropy, (X, Y))
+    v = torch.randn(reference.space.size, generator=torch.Generator().manual_seed(2))
+    expected = Hessian(reference) @ v
+    low = Hessian(Objective(model.to(dtype), F.cross_entropy, (X.to(dtype), Y))) @ v
+    assert low.dtype == torch.float32
+    assert (low - expected).norm() < 0.05 * expected.norm()
+
+
+def test_computing_in_float64_leaves_the_model_in_its_own_precision() -> None:
+    model = _network()
+    double = Objective(model, F.cross_entropy, (X, Y), dtype=torch.float64)
+    assert double.theta.dtype == torch.float64
+    assert double.theta.equal(Objective(model, F.cross_entropy, (X, Y)).theta.double())
+    with torch.no_grad():
+        expected = F.cross_entropy(_copy(model)(X.double()), Y)
+    torch.testing.assert_close(double.value(), expected, rtol=1e-12, atol=0)
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    copy = _network().double().eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def test_many_products_leave_no_tensors_behind() -> None:
+    objective = Objective(_network(), F.cross_entropy, (X, Y))
+    H, v = Hessian(objective), torch.ones(objective.space.size)
+
+    def live_tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+    H @ v
+    before = live_tensors()
+    for _ in range(200):
+        H @ v
+    assert live_tensors() == before
+
+
+def test_an_objective_follows_the_model_and_an_operator_keeps_its_point() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 3))
+    objective = Objective(model, F.cross_entropy, (X, Y))
+    H, before = Hessian(objective), objective.value()
+    v = torch.ones(objective.space.size)
+    product = H @ v
+    with torch.no_grad():
+        model[1].weight.mul_(2.0)
+    assert objective.value() != before
+    assert torch.equal(H @ v, product)
+    assert not torch.allclose(Hessian(objective) @ v, product)
