@@ -130,9 +130,7 @@ def _select(
         elif isinstance(pick, nn.Parameter):
             chosen.update(n for n, p in named.items() if p is pick)
             if not any(p is pick for p in named.values()):
-                raise ValueError(
-                    f"`params` must hold parameters of this model. Got a foreign one of shape {tuple(pick.shape)}."
-                )
+                raise ValueError(f"`params` must hold parameters of this model. Got a foreign one of shape {tuple(pick.shape)}.")
         elif isinstance(pick, nn.Module):
             own = {id(p) for p in pick.parameters()}
             chosen.update(n for n, p in trainable.items() if id(p) in own)

@@ -237,3 +237,20 @@ def test_an_objective_follows_the_model_and_an_operator_keeps_its_point() -> Non
     assert objective.value() != before
     assert torch.equal(H @ v, product)
     assert not torch.allclose(Hessian(objective) @ v, product)
+
+
+def test_a_shared_module_and_a_tied_weight_are_put_back() -> None:
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential()
+    model.add_module("a", shared)
+    model.add_module("b", shared)
+    model.add_module("c", nn.Linear(3, 3))
+    model.c.weight = shared.weight
+    weight = shared.weight
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    objective = Objective(model, F.cross_entropy, (x, Y[:6]))
+    assert objective.space.names == ("a.weight", "a.bias", "c.bias")
+    found = Hessian(objective).to_dense()
+    assert model.a.weight is model.b.weight is model.c.weight is weight
+    expected = dense_hessian(model.double(), F.cross_entropy, x.double(), Y[:6])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)

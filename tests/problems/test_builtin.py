@@ -10,10 +10,12 @@ from torch import nn
 from flatminima import problems
 from flatminima.problems import Problem
 
+_progress: list[tuple[int, int | None]] = []
+
 
 @pytest.fixture(scope="module")
 def digits_mlp() -> Problem:
-    return problems.build("digits-mlp")
+    return problems.build("digits-mlp", progress=lambda done, total, message: _progress.append((done, total)))
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +91,9 @@ def test_the_objective_is_the_training_loss(digits_mlp: Problem) -> None:
     assert float(objective.value()) == pytest.approx(digits_mlp.result.train_loss, rel=1e-5)
 
 
-def test_progress_is_reported_after_every_epoch() -> None:
-    seen: list[tuple[int, int | None]] = []
-    problem = problems.build("digits-mlp", progress=lambda done, total, message: seen.append((done, total)))
-    assert seen == [(epoch, problem.result.num_epochs) for epoch in range(1, problem.result.num_epochs + 1)]
+def test_progress_is_reported_after_every_epoch(digits_mlp: Problem) -> None:
+    num_epochs = digits_mlp.result.num_epochs
+    assert _progress == [(epoch, num_epochs) for epoch in range(1, num_epochs + 1)]
 
 
 @pytest.mark.parametrize("name", problems.names())

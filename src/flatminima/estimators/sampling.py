@@ -37,8 +37,8 @@ __all__ = [
 DEFAULT_RTOL = 0.02
 DEFAULT_MAX_PRODUCTS = 1000
 #: Fewest samples before the standard error may end the sampling.
-MIN_SAMPLES = 32
-_AT_ONCE = 16
+MIN_SAMPLES = 64
+_AT_ONCE = 32
 _NUMBERS_AT_ONCE = 2**24
 
 
@@ -121,6 +121,7 @@ class Samples:
         num_samples: Number of samples.
         num_products: Products made for them.
         converged: Whether the stop rule was met.
+        gave_up: Whether the sampling ended because the rest would have cost more than the alternative.
     """
 
     mean: Tensor
@@ -128,6 +129,7 @@ class Samples:
     num_samples: int
     num_products: int
     converged: bool
+    gave_up: bool = False
 
 
 class _Moments:
@@ -173,7 +175,9 @@ def draw_probes(A: LinearOperator, count: int, plan: Plan) -> Tensor:
         if plan.probes == "gaussian":
             row.normal_(generator=plan.generator)
         else:
-            row.bernoulli_(0.5, generator=plan.generator).mul_(2).sub_(1)
+            row.bernoulli_(0.5, generator=plan.generator)
+    if plan.probes == "rademacher":
+        rows.mul_(2).sub_(1)
     return rows.T.to(A.device)
 
 
@@ -186,6 +190,7 @@ def sample_mean(
     message: str,
     cost: int = 1,
     spent: int = 0,
+    first_look: int = MIN_SAMPLES,
     give_up_beyond: float = math.inf,
 ) -> Samples:
     """Average samples until the plan is fulfilled.
@@ -198,54 +203,57 @@ def sample_mean(
         message: What is being sampled, for the progress.
         cost: Products a sample.
         spent: Products that were made before and count towards the plan's limits.
-        give_up_beyond: Stop, not converged, when more further products than this are forecast.
+        first_look: Samples before the first look at the error. Looks before ``MIN_SAMPLES`` ask for half the tolerance.
+        give_up_beyond: What the alternative costs: stop when more further products are forecast and it fits into the limits.
     """
     moments, limit = _Moments(), max(2, (plan.budget - spent) // cost)
     is_fixed = plan.num_products is not None
-    look = limit if is_fixed else min(MIN_SAMPLES, limit)
+    look = limit if is_fixed else min(first_look, limit)
     at_once = max(1, min(_AT_ONCE, _NUMBERS_AT_ONCE // max(size, 1)) // cost)
-    started, converged, total = time.monotonic(), False, limit * cost + spent if is_fixed else None
+    total = limit * cost + spent if is_fixed else None
+    started, converged, gave_up = time.monotonic(), False, False
     while True:
-        width = min(at_once, look - moments.count, _affordable(plan.deadline, started, moments.count))
+        width = int(min(at_once, look - moments.count, _affordable(plan.deadline, started, moments.count)))
         moments.add(check_finite(draw(width)))
         plan.progress(moments.count * cost + spent, total, message)
-        if moments.count < look:
-            if moments.count >= 2 and time.monotonic() > plan.deadline:
-                break
+        is_late = moments.count >= 2 and time.monotonic() > plan.deadline
+        if moments.count < look and not is_late:
             continue
         error = relative_error(moments.mean, moments.stderr)
-        converged = is_fixed or (error <= plan.rtol and moments.count >= MIN_SAMPLES)
-        if converged or moments.count >= limit or time.monotonic() > plan.deadline:
+        rtol = plan.rtol if moments.count >= MIN_SAMPLES else plan.rtol / 2
+        converged = moments.count >= look and (is_fixed or (moments.count >= first_look and error <= rtol))
+        if converged or moments.count >= limit or is_late:
             break
-        needed = moments.count * (error / plan.rtol) ** 2
-        if (needed - moments.count) * cost > give_up_beyond:
+        needed = max(moments.count * (error / rtol) ** 2, moments.count + 1)
+        room = min(plan.budget - spent - moments.count * cost, _affordable(plan.deadline, started, moments.count) * cost)
+        gave_up = (needed - moments.count) * cost > give_up_beyond and give_up_beyond <= room
+        if gave_up:
             break
-        total = min(limit, math.ceil(min(needed, limit))) * cost + spent
-        look = min(limit, max(moments.count + 1, math.ceil(min(needed, 2 * moments.count))))
-    return Samples(moments.mean, moments.stderr, moments.count, moments.count * cost, converged)
+        look = min(limit, math.ceil(min(needed, 2 * moments.count)))
+        total = math.ceil(min(limit, needed)) * cost + spent
+    return Samples(moments.mean, moments.stderr, moments.count, moments.count * cost, converged, gave_up)
 
 
-def _affordable(deadline: float, started: float, count: int) -> int:
-    """Return how many samples fit before the deadline, at the pace so far; two at first, at least one."""
+def _affordable(deadline: float, started: float, count: int) -> float:
+    """Return how many samples fit before the deadline, at the pace so far; two at first, and at least one."""
     if deadline == math.inf:
-        return _AT_ONCE
+        return math.inf
     if count < 2:
         return 2 - count
     now = time.monotonic()
     return max(1, int((deadline - now) * count / max(now - started, 1e-9)))
 
 
-def largest_relative_error(mean: Tensor, stderr: Tensor) -> float:
-    """Return the largest stderr / |mean| over the entries; entries exact up to rounding count as 0."""
-    floor = 8 * torch.finfo(mean.dtype).eps * mean.abs().max()
-    ratio = torch.where(stderr <= floor, torch.zeros_like(stderr), stderr / mean.abs())
-    return float(ratio.max())
+def largest_relative_error(mean: Tensor, stderr: Tensor, dtype: torch.dtype) -> float:
+    """Return the largest stderr / |mean| over the entries; errors that are ``dtype``'s rounding of the largest count as 0."""
+    floor = 8 * torch.finfo(dtype).eps * mean.abs().max()
+    return float(torch.where(stderr <= floor, torch.zeros_like(stderr), stderr / mean.abs()).max())
 
 
 def relative_error_of_norm(mean: Tensor, stderr: Tensor) -> float:
     """Return ‖stderr‖ / ‖mean‖, and 0 where both are 0."""
-    error = float(torch.linalg.vector_norm(stderr))
-    return error / float(torch.linalg.vector_norm(mean)) if error else 0.0
+    error, size = float(torch.linalg.vector_norm(stderr)), float(torch.linalg.vector_norm(mean))
+    return error / size if size else (math.inf if error else 0.0)
 
 
 def check_operator(A: LinearOperator) -> LinearOperator:

@@ -127,7 +127,7 @@ class ModelEvaluator(Evaluator):
         self.num_terms_of, self.dtype = num_terms, dtype
         self._space = space
         self._bound = _Bound(model, loss)
-        self._raw_names = {clean_name(n).removeprefix("model."): n for n, _ in self._bound.named_parameters()}
+        self._slots = _slots(self._bound)
 
     @property
     def space(self) -> ParameterSpace:
@@ -167,7 +167,7 @@ class ModelEvaluator(Evaluator):
 
     def evaluate(self, batch: Any, leaves: Mapping[str, Tensor]) -> Evaluation:
         """Return one prepared batch's loss. Buffers are copies, so the model's own never change."""
-        result = torch.func.functional_call(self._bound, self._tensors(leaves), (batch, self.num_terms_of))
+        result = torch.func.functional_call(self._bound, self._tensors(leaves), (batch, self.num_terms_of), tie_weights=False)
         assert isinstance(result, Evaluation)
         return result
 
@@ -197,13 +197,48 @@ class ModelEvaluator(Evaluator):
             )
 
     def _tensors(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        tensors = {raw: leaves[name] for name, raw in self._raw_names.items() if name in leaves}
-        for raw, tensor in (*self._bound.named_parameters(), *self._bound.named_buffers()):
-            if raw not in tensors:
-                floating = self.dtype is not None and tensor.is_floating_point()
-                is_buffer = not isinstance(tensor, nn.Parameter)  # a forward pass may write to it
-                tensors[raw] = tensor.detach().to(self.dtype if floating else tensor.dtype, copy=is_buffer)
+        """Return what stands in for every tensor of model and loss: leaves, constants, and copies of buffers."""
+        tensors = {}
+        for slot in self._slots:
+            leaf = leaves.get(slot.name)
+            if leaf is None:
+                tensor = slot.tensor.detach()
+                dtype = self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
+                leaf = tensor.to(dtype, copy=slot.is_buffer)  # a forward pass may write to a buffer
+            tensors[slot.raw_name] = leaf
         return tensors
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor of a module hangs. It is read anew at every pass, so that the user may replace it."""
+
+    owner: nn.Module
+    attribute: str
+    raw_name: str
+    name: str
+    is_buffer: bool
+
+    @property
+    def tensor(self) -> Tensor:
+        tensor = getattr(self.owner, self.attribute)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+
+def _slots(bound: nn.Module) -> list[_Slot]:
+    """Return every place that holds a tensor: once for a shared module, each time for a tied parameter, under its first name."""
+    slots: list[_Slot] = []
+    first_names: dict[int, str] = {}
+    for prefix, module in bound.named_modules():
+        start = f"{prefix}." if prefix else ""
+        named = ((module.named_parameters, False), (module.named_buffers, True))
+        for tensors, is_buffer in named:
+            for attribute, tensor in tensors(recurse=False, remove_duplicate=False):
+                raw = start + attribute
+                name = first_names.setdefault(id(tensor), clean_name(raw).removeprefix("model."))
+                slots.append(_Slot(module, attribute, raw, name, is_buffer))
+    return slots
 
 
 @final

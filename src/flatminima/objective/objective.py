@@ -96,6 +96,7 @@ class Objective:
                 f"`num_terms` must be a function of a batch. Got {num_terms!r}. Write num_terms=lambda batch: {num_terms!r}."
             )
         model, known = unwrap(model), Loss.of(loss)
+        self.architecture = {}
         self.reduction = known.reduction if reduction is None else check_one_of("reduction", reduction, ("mean", "sum"))
         self.l2 = check_positive("l2", l2, allow_zero=True)
         self._evaluator: Evaluator = ModelEvaluator(
@@ -133,6 +134,7 @@ class Objective:
             raise ValueError(f"`params` must be leaf tensors with requires_grad=True, at least one. Got {len(named)} tensors.")
         self = cls.__new__(cls)
         self.reduction, self.l2, self._theta = "sum", check_positive("l2", l2, allow_zero=True), None
+        self.architecture = {}
         self._evaluator = ClosureEvaluator(closure, named)
         self._inspection = Inspection(1, 1.0, 0.0, ())
         first, second = self.value(), self.value()
@@ -141,6 +143,9 @@ class Objective:
         if not torch.isclose(first, second, rtol=1e-5, atol=1e-12):
             raise NotDeterministic(f"Two calls of the closure gave {float(first):.6g} and {float(second):.6g}.")
         return self
+
+    #: What higher layers found out about the architecture (its symmetries); shared with every objective made from this one.
+    architecture: dict[str, Any]
 
     # --- what it is -------------------------------------------------------------------------------------------------------
 
@@ -180,6 +185,11 @@ class Objective:
         if self._theta is not None:
             return self._theta.clone()
         return self.space.flatten(self._evaluator.current(), self.dtype)
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the model is known and called as ``loss(model(inputs), targets)``, so that it can be traced and moved."""
+        return isinstance(self._evaluator, ModelEvaluator) and not self._evaluator.takes_model
 
     @property
     def model(self) -> nn.Module:
@@ -233,6 +243,17 @@ class Objective:
         result = self._with(_evaluator=_copied(old, batches=batches))
         result._inspect(check_deterministic=False)
         return result
+
+    def in_memory(self) -> Objective:
+        """Return the same objective with its batches held on the device, in the dtype to compute in: no loader, no casts."""
+        old = self.model_evaluator("The data")
+        with old.session():
+            batches = Batches(list(old.prepared()))
+        return self._with(_evaluator=_copied(old, batches=batches))
+
+    def without_l2(self) -> Objective:
+        """Return the same objective without its l2 term."""
+        return self._with(l2=0.0)
 
     def to(self, dtype: torch.dtype | None) -> Objective:
         """Return the same objective computed in another floating point type; the model keeps its own."""

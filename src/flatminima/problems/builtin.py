@@ -74,7 +74,7 @@ _RECIPES: Mapping[str, _Recipe] = MappingProxyType(
             digits,
             partial(mlp, (64, 32, 32, 10)),
             Training(epochs=60, lr=0.1, batch_size=64),
-            batch_size=512,
+            batch_size=2048,  # all at once: so small a network is faster that way
         ),
         "digits-cnn": _Recipe(
             "two convolutions with BatchNorm, ReLU and max pooling, on scikit-learn's digits",

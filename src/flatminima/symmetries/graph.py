@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -17,11 +14,9 @@ from torch import Tensor, nn
 from flatminima.params import clean_name
 from flatminima.symmetries.inputs import Call
 from flatminima.symmetries.move import Layout
+from flatminima.symmetries.quiet import quietly
 
-__all__ = ["Graph", "TraceFailed", "node_shapes", "trace"]
-
-# warnings.catch_warnings changes the process's filters, so two threads must not overlap in it.
-_WARNINGS_LOCK = threading.Lock()
+__all__ = ["Graph", "TraceFailed", "node_shapes", "one_line", "trace"]
 
 
 class TraceFailed(Exception):
@@ -52,11 +47,11 @@ def trace(model: nn.Module, call: Call) -> Graph:
         TraceFailed: If ``torch.export`` cannot trace it (control flow on data, unsupported objects).
     """
     names = Layout.of(model)
-    with _quietly():
+    with quietly():
         try:
             program = torch.export.export(copy.deepcopy(model), call.args, dict(call.kwargs), strict=False)
         except Exception as error:  # torch.export raises many types; each means that there is no graph
-            raise TraceFailed(_one_line(error)) from error
+            raise TraceFailed(one_line(error)) from error
     parameters, buffers, inputs = {}, {}, set()
     for spec in program.graph_signature.input_specs:
         placeholder, target = str(getattr(spec.arg, "name", "")), clean_name(str(spec.target))
@@ -66,20 +61,11 @@ def trace(model: nn.Module, call: Call) -> Graph:
             buffers[placeholder] = names.name(target)
         elif spec.kind.name == "USER_INPUT":
             inputs.add(placeholder)
-    return Graph(
-        tuple(program.graph.nodes), MappingProxyType(parameters), MappingProxyType(buffers), frozenset(inputs)
-    )
+    return Graph(tuple(program.graph.nodes), MappingProxyType(parameters), MappingProxyType(buffers), frozenset(inputs))
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Hold back the warnings of torch's tracer: they speak of torch's internals, not of the user's model."""
-    with _WARNINGS_LOCK, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 

@@ -41,6 +41,11 @@ class Call:
             f"Got {type(inputs).__name__}."
         )
 
+    @classmethod
+    def of_arguments(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Read positional and keyword arguments."""
+        return cls(tuple(_as_double(v) for v in args), {k: _as_double(v) for k, v in kwargs.items()})
+
 
 def _as_double(value: Any) -> Any:
     if isinstance(value, Tensor):
@@ -63,7 +68,7 @@ def outputs(model: nn.Module, call: Call) -> list[Tensor]:
     Raises:
         TypeError: If the model gives no tensor.
     """
-    with torch.no_grad(), kept_rng(model):
+    with torch.no_grad():
         found = _tensors(model(*call.args, **call.kwargs))
     if not found:
         raise TypeError("`model` must return a tensor, or a tuple or dict of tensors. Got none.")
@@ -72,7 +77,7 @@ def outputs(model: nn.Module, call: Call) -> list[Tensor]:
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        return [value.double()]
+        return [value.detach().double()]
     if isinstance(value, Mapping):
         return [t for v in value.values() for t in _tensors(v)]
     if isinstance(value, list | tuple):

@@ -94,7 +94,7 @@ class Move(ABC):
             ValueError: If ``model`` lacks a tensor that the move changes.
         """
         moved = copy.deepcopy(unwrapped(model))
-        tensors = {self.layout.name(key): [] for key in self.layout.shapes}
+        tensors: dict[str, list[Tensor]] = {self.layout.name(key): [] for key in self.layout.shapes}
         for key, tensor in _named_tensors(moved, remove_duplicate=True):
             tensors.setdefault(self.layout.name(key), []).append(tensor)
         for name in sorted(self.names):
@@ -145,7 +145,9 @@ class Composition(Move):
     """Several moves, one after the other; without any it is the identity."""
 
     def __init__(self, moves: Iterable[Move] = ()) -> None:
-        self.moves = tuple(m for move in moves for m in (move.moves if isinstance(move, Composition) else (move,)))
+        self.moves: tuple[Move, ...] = tuple(
+            m for move in moves for m in (move.moves if isinstance(move, Composition) else (move,))
+        )
         self.layout = self.moves[0].layout if self.moves else Layout()
 
     @property

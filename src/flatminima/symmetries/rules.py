@@ -19,12 +19,19 @@ _MAY_MUTATE = frozenset(ELEMENTWISE_RULES) | {"leaky_relu", "prelu"}
 
 def rule_for(op: Operation) -> Rule:
     """Return the rule of an operation; one of no known name is covered if torch marks it as acting entry by entry."""
+    if op.name.startswith("_assert"):
+        return _no_result
     rule = _RULES.get(op.name)
     if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()):
         rule = pointwise
     if rule is None or (op.mutates and op.name in _RULES and op.name not in _MAY_MUTATE):
         return _not_covered
     return rule
+
+
+def _no_result(walk: Walk, op: Operation) -> Value:
+    """A check of shapes or types: it reads no values."""
+    return ()
 
 
 def _not_covered(walk: Walk, op: Operation) -> Value:

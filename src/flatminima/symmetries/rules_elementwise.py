@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,19 +86,24 @@ def _add_bias(walk: Walk, op: Operation, x: Activation, bias: ParameterView) -> 
     lead = len(op.out) - len(bias.shape)
     if len(axes) > 1 or lead < 0:
         return None
+    affine = None
     if not axes or axes[0] < lead or bias.shape[axes[0] - lead] == 1:
         first = ids.reshape(-1)[:1]
         walk.units.scale.tie(ids, first)
         walk.use(bias.name, Term(first.reshape([1] * len(bias.shape)), +1, None))
     else:
         walk.use(bias.name, bias.term(ids.reshape(-1), axes[0] - lead, +1))
-    return Activation(ids, op.out)
+        if x.affine is not None and x.affine.bias is None and bias.shape.numel() == ids.numel() and op.name == "add":
+            affine = replace(x.affine, bias=bias.name)
+    return Activation(ids, op.out, affine)
 
 
 def multiply(walk: Walk, op: Operation) -> Value:
     """x · y where y is a number, a parameter (a gain for each unit) or free of units; x / y likewise."""
     x, y = _as_activation(walk, op["self"]), _as_activation(walk, op["other"])
     if op.name == "mul" and isinstance(y, Activation) and (not isinstance(x, Activation) or x.is_fixed()):
+        if op.mutates and not y.is_fixed():
+            return None  # what is written into takes up units under all its names
         x, y = y, x
     if not isinstance(x, Activation):
         return None
@@ -110,7 +116,8 @@ def multiply(walk: Walk, op: Operation) -> Value:
     ids = _broadcast_ids(x.ids, len(op.out))
     other_shape = [1] * (len(op.out) - len(y.shape)) + list(y.shape)
     if any(other_shape[a] > 1 for a, size in enumerate(ids.shape) if size > 1):
-        walk.units.order.fix(ids)  # the factor may differ from unit to unit
+        walk.units.order.fix(ids)
+        walk.notes["a product with an input or a constant that may differ from unit to unit: no reordering"] += 1
     return Activation(ids, op.out)
 
 
@@ -184,6 +191,11 @@ def pad(walk: Walk, op: Operation) -> Value:
     return Activation(axis_ids.ids.masked_scatter(free, zeros), op.out)
 
 
+def constant(walk: Walk, op: Operation) -> Value:
+    """A new tensor of the same shape, whatever the values are."""
+    return fixed_activation(op.out) if isinstance(op.out, torch.Size) else None
+
+
 def _as_activation(walk: Walk, value: Any) -> Any:
     if isinstance(value, BufferRef):
         walk.use(value.name)
@@ -204,11 +216,13 @@ def _number_of_axes(name: str) -> int:
 
 
 _HOMOGENEOUS = ("relu", "leaky_relu", "abs", "neg", "rrelu")
+# fmt: off
 _NOT_HOMOGENEOUS = (
-    "tanh sigmoid gelu silu mish softplus elu celu selu relu6 hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink "
-    "logsigmoid log_sigmoid softsign exp expm1 log log1p sin cos erf pow square sqrt rsqrt reciprocal "
-    "softmax log_softmax _softmax _log_softmax"
-).split()
+    "tanh", "sigmoid", "gelu", "silu", "mish", "softplus", "elu", "celu", "selu", "relu6", "hardtanh", "hardswish", "hardsigmoid",
+    "hardshrink", "softshrink", "tanhshrink", "logsigmoid", "log_sigmoid", "softsign", "exp", "expm1", "log", "log1p", "sin",
+    "cos", "erf", "pow", "square", "sqrt", "rsqrt", "reciprocal", "softmax", "log_softmax", "_softmax", "_log_softmax",
+)
+# fmt: on
 _SPATIAL = [f"{kind}{d}d" for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool") for d in (1, 2, 3)]
 _SPATIAL += [f"max_pool{d}d_with_indices" for d in (1, 2, 3)]
 _SPATIAL += ["upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d", "upsample_bicubic2d"]
@@ -223,5 +237,6 @@ ELEMENTWISE_RULES: dict[str, Rule] = {
     **dict.fromkeys(("mean", "sum", "amax", "amin"), reduce),
     **dict.fromkeys(_SPATIAL, spatial),
     **dict.fromkeys(("pad", "constant_pad_nd"), pad),
+    **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full"), constant),
     "threshold": threshold,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any
 
 import torch
 
@@ -12,14 +12,14 @@ from flatminima.symmetries.walk import Absorption, Operation, Rule, Walk
 __all__ = ["LAYER_RULES"]
 
 
-def _are_parameters(*values: Value) -> TypeGuard[tuple[ParameterView | None, ...]]:
-    return all(v is None or isinstance(v, ParameterView) for v in values)
+def _is_parameter_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, ParameterView)
 
 
 def linear(walk: Walk, op: Operation) -> Value:
     """y = x Wᵀ + b, W ``(out, in)``."""
     x, weight, bias = op["input"], op["weight"], op["bias"]
-    if not isinstance(x, Activation) or not isinstance(weight, ParameterView) or not _are_parameters(bias):
+    if not isinstance(x, Activation) or not isinstance(weight, ParameterView) or not _is_parameter_or_none(bias):
         return None
     return walk.contract(op, x, len(x.shape) - 1, weight, bias, out_axis=0, in_axis=1)
 
@@ -43,7 +43,7 @@ def matmul(walk: Walk, op: Operation) -> Value:
 def convolution(walk: Walk, op: Operation) -> Value:
     """Convolutions over 1, 2 or 3 axes, W ``(out, in / groups, *kernel)``; transposed ones have W ``(in, out, *kernel)``."""
     x, weight, bias, groups = op["input"], op["weight"], op["bias"], op["groups"]
-    if not isinstance(x, Activation) or not isinstance(weight, ParameterView) or not _are_parameters(bias):
+    if not isinstance(x, Activation) or not isinstance(weight, ParameterView) or not _is_parameter_or_none(bias):
         return None
     channel_axis = len(x.shape) - len(weight.shape) + 1
     if op.name.startswith("conv_transpose"):
@@ -55,7 +55,7 @@ def batch_norm(walk: Walk, op: Operation) -> Value:
     """γ (x − mean) / sqrt(var + eps) + β with running statistics: the input's scale is absorbed, the output has its own."""
     x, weight, bias = op["input"], op["weight"], op["bias"]
     mean, var = op["running_mean"], op["running_var"]
-    if not isinstance(x, Activation) or not _are_parameters(weight, bias):
+    if not isinstance(x, Activation) or not all(map(_is_parameter_or_none, (weight, bias))):
         return None
     channel_ids = x.ids_along(1) if len(x.shape) > 1 else None
     if op["training"] or channel_ids is None or not isinstance(mean, BufferRef) or not isinstance(var, BufferRef):
@@ -80,7 +80,7 @@ def batch_norm(walk: Walk, op: Operation) -> Value:
 def layer_norm(walk: Walk, op: Operation) -> Value:
     """Normalisation over the last axis: it reads a mixture of its inputs, so their scale is fixed; γ and β give new units."""
     x, weight, bias = op["input"], op["weight"], op["bias"]
-    if not isinstance(x, Activation) or not _are_parameters(weight, bias) or len(op["normalized_shape"]) != 1:
+    if not isinstance(x, Activation) or not all(map(_is_parameter_or_none, (weight, bias))) or len(op["normalized_shape"]) != 1:
         return None
     in_ids = x.ids_along(-1)
     if in_ids is None:

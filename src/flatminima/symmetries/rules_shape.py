@@ -48,7 +48,9 @@ def _rearranged_parameter(x: ParameterView, op: Operation) -> Value:
 
 
 def same(walk: Walk, op: Operation) -> Value:
-    """Copies and casts: nothing moves."""
+    """Copies and casts: nothing moves. The graph is in float64; a cast to anything else rounds."""
+    if op["dtype"] not in (None, torch.float64):
+        return None
     x = op["self"] if "self" in op.arguments else op["input"]
     return x if isinstance(x, Activation | ParameterView) and op.out == x.shape else None
 
@@ -63,11 +65,13 @@ def join(walk: Walk, op: Operation) -> Value:
 
 
 _SAME = ("contiguous", "clone", "detach", "alias", "to", "_to_copy", "lift_fresh_copy", "view", "reshape")
+# fmt: off
 _REARRANGED = (
-    "view _unsafe_view reshape flatten unflatten transpose swapaxes permute t numpy_T mT movedim unsqueeze squeeze expand "
-    "expand_as slice select narrow split split_with_sizes chunk unbind tensor_split roll flip repeat tile repeat_interleave "
-    "pixel_shuffle pixel_unshuffle channel_shuffle"
-).split()
+    "view", "_unsafe_view", "reshape", "flatten", "unflatten", "transpose", "swapaxes", "permute", "t", "numpy_T", "mT",
+    "movedim", "unsqueeze", "squeeze", "expand", "slice", "select", "narrow", "split", "split_with_sizes", "chunk", "unbind",
+    "tensor_split", "roll", "flip", "repeat", "tile", "repeat_interleave", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+)
+# fmt: on
 
 SHAPE_RULES: dict[str, Rule] = {
     **dict.fromkeys(_REARRANGED, rearrange),

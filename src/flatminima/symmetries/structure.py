@@ -89,7 +89,8 @@ def _layer_variables(units: UnitTable, node: ScaleVariables) -> ScaleVariables:
     is_free[component[block_of_unit[bound]]] = False
     number: dict[int, int] = {}
     of_unit = np.full(len(units), _NONE, dtype=np.int64)
-    labels, layers = [], []
+    labels: list[str] = []
+    layers: list[int] = []
     for position, block in enumerate(units.blocks):
         group = int(component[position])
         if is_free[group] and block.size:

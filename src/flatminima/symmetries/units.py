@@ -61,8 +61,9 @@ class Relation:
         left = torch.cat([torch.zeros(1, dtype=torch.int64), *self._left]).numpy()
         right = torch.cat([torch.zeros(1, dtype=torch.int64), *self._right]).numpy()
         graph = coo_matrix((np.ones(len(left)), (left, right)), shape=(num_units, num_units))
-        labels = connected_components(graph, directed=False)[1].astype(np.int64)
-        # scipy labels components in the order of their first member, so the fixed unit's class is already 0.
+        labels: IntArray = connected_components(graph, directed=False)[1].astype(np.int64)
+        if labels[FIXED] != 0:
+            labels = np.where(labels == 0, labels[FIXED], np.where(labels == labels[FIXED], 0, labels))
         return labels
 
 

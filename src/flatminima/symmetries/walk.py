@@ -190,7 +190,7 @@ def walk(graph: Graph, rule_for: Callable[[Operation], Rule]) -> Walk:
     values: dict[torch.fx.Node, Value] = {}
     for node in graph.nodes:
         if node.op == "output":
-            _finish(state, torch.fx.node.map_arg(node.args, lambda n: values[n]))
+            _finish(state, _resolved(node.args, values))
         elif node.op == "call_function":
             values[node] = _result(state, node, values, rule_for)
         else:
@@ -212,7 +212,7 @@ def _leaf(node: torch.fx.Node, graph: Graph) -> Value:
 def _result(
     state: Walk, node: torch.fx.Node, values: Mapping[torch.fx.Node, Value], rule_for: Callable[[Operation], Rule]
 ) -> Value:
-    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
+    args, kwargs = _resolved(node.args, values), _resolved(node.kwargs, values)
     if node.target is operator.getitem and isinstance(args[0], tuple):
         return args[0][args[1]]
     op = _operation(node, args, kwargs)
@@ -224,6 +224,17 @@ def _result(
         return state.unknown(op)
     result = rule_for(op)(state, op)
     return state.unknown(op) if result is None else result
+
+
+def _resolved(argument: Any, values: Mapping[torch.fx.Node, Value]) -> Any:
+    """Return an argument with the traced values in place of the nodes."""
+    if isinstance(argument, torch.fx.Node):
+        return values[argument]
+    if isinstance(argument, Mapping):
+        return {key: _resolved(value, values) for key, value in argument.items()}
+    if isinstance(argument, list | tuple) and not isinstance(argument, torch.Size):
+        return tuple(_resolved(value, values) for value in argument)
+    return argument
 
 
 def _operation(node: torch.fx.Node, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> Operation:

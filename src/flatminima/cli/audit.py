@@ -1,0 +1,84 @@
+"""``flatminima audit``: prepare, audit, write, print."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from flatminima import measures, trust
+from flatminima.cli.entry import INTERRUPTED, complain
+from flatminima.cli.targets import prepare
+from flatminima.cli.terminal import print_audit, progress_bar
+from flatminima.report import replacing
+from flatminima.trust import Audit
+
+__all__ = ["run"]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; see ``flatminima audit --help``."""
+    folder = _checked_folder(arguments.out)
+    chosen = None if arguments.measures is None else [measures.get(name) for name in arguments.measures]
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    latest: list[Audit] = []
+    try:
+        with progress_bar(hidden=arguments.quiet) as progress:
+            objective = prepare(
+                arguments.target,
+                data=arguments.data,
+                checkpoint=arguments.checkpoint,
+                num_examples=arguments.num_examples,
+                device=arguments.device,
+                seed=arguments.seed,
+                progress=progress,
+            )
+            audit = trust.audit(
+                objective,
+                measures=chosen,
+                num_moves=arguments.num_moves,
+                scale=arguments.scale,
+                generator=torch.Generator(objective.device).manual_seed(arguments.seed),
+                dtype=None if arguments.dtype == "model" else getattr(torch, arguments.dtype),
+                target=_target(arguments),
+                command=shlex.join(["flatminima", *arguments.command_line]),
+                progress=progress,
+                on_update=latest.append,
+            )
+    except KeyboardInterrupt:
+        if not latest:
+            raise
+        files = _write(replace(latest[-1], complete=False), folder)
+        complain(f"interrupted; what was measured by then is in {files[0]}.")
+        return INTERRUPTED
+    files = _write(audit, folder)
+    if not arguments.quiet:
+        print_audit(audit, files)
+    return 0
+
+
+def _target(arguments: argparse.Namespace) -> str:
+    return f"{arguments.target} with {Path(arguments.checkpoint).name}" if arguments.checkpoint else str(arguments.target)
+
+
+def _checked_folder(name: str) -> Path:
+    """Return the folder for the report, after seeing that it can be made and written to; nothing is made yet."""
+    folder = Path(name)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"--out {folder}: {existing} is a file. Name a folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {folder}: {existing} cannot be written to. Name another folder.")
+    return folder
+
+
+def _write(audit: Audit, folder: Path) -> tuple[Path, Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / "report.json") as temporary:
+        audit.to_json(temporary)
+    return audit.to_html(folder / "report.html"), folder / "report.json"

@@ -1,0 +1,84 @@
+"""Entry point: run a command, and turn what goes wrong into one line and an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TextIO
+
+from flatminima._errors import FlatminimaError
+from flatminima.cli.parser import build_parser
+
+__all__ = ["BAD_INPUT", "INTERRUPTED", "UNEXPECTED", "complain", "main"]
+
+UNEXPECTED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments after the program's name; None takes those of the process.
+
+    Returns:
+        0, or 2 for bad usage or bad input, 130 when interrupted, 1 for an error that was not foreseen.
+    """
+    arguments_given = list(sys.argv[1:] if argv is None else argv)
+    _print_anything(sys.stdout)
+    _print_anything(sys.stderr)
+    arguments = build_parser().parse_args(arguments_given)
+    arguments.command_line = arguments_given
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            status: int = arguments.run(arguments)
+            sys.stdout.flush()
+            return status
+    except KeyboardInterrupt:
+        complain("interrupted before there was anything to report.")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNEXPECTED
+    except (ValueError, TypeError, OSError, FlatminimaError) as error:
+        if arguments.debug:
+            raise
+        complain(_one_line(error))
+        return BAD_INPUT
+    except Exception as error:
+        if arguments.debug:
+            raise
+        complain(f"unexpected {type(error).__name__}: {_one_line(error)} Run with --debug for the traceback.")
+        return UNEXPECTED
+
+
+def complain(message: str) -> None:
+    """Print one line on stderr."""
+    print(f"flatminima: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201  (a command prints)
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}."
+    return str(error).strip() or f"{type(error).__name__}."
+
+
+def _print_anything(stream: TextIO) -> None:
+    """Replace what a terminal cannot encode, rather than failing on a "±"."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    complain(f"warning: {message}")

@@ -1,0 +1,82 @@
+"""Quantity: what random probes average to and unit vectors sum to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flatminima.estimators.estimate import Estimate
+from flatminima.estimators.sampling import Plan, check_finite, draw_probes, sample_mean
+from flatminima.operators.base import LinearOperator
+
+__all__ = ["Quantity", "by_probes", "by_unit_vectors"]
+
+_COLUMNS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Quantity:
+    r"""A number or tensor Q(A) that is an average over probes.
+
+    .. math:: Q(A) = \mathbb E\, q(v, Av) \quad\text{for}\quad \mathbb E[vv^\top] = I,
+
+    with q linear in :math:`vv^\top`. Because the unit vectors have :math:`\sum_i e_i e_i^\top = I` too, the same q gives the
+    exact value :math:`Q(A) = \sum_i q(e_i, A e_i)` after n products.
+
+    Attributes:
+        name: For the progress.
+        q: From probes V and products A V, both ``(n, b)``, to one value a probe, ``(b, …)``.
+        relative_error: Of a value and its standard error; what ``rtol`` bounds.
+    """
+
+    name: str
+    q: Callable[[Tensor, Tensor], Tensor]
+    relative_error: Callable[[Tensor, Tensor], float]
+
+
+def by_unit_vectors(A: LinearOperator, quantity: Quantity, plan: Plan, *, spent: int = 0) -> Estimate:
+    """Return the exact quantity, in float64, after n products."""
+    total: Tensor | None = None
+    for start in range(0, A.size, _COLUMNS_AT_ONCE):
+        width = min(_COLUMNS_AT_ONCE, A.size - start)
+        E = torch.zeros(A.size, width, dtype=A.dtype, device=A.device)
+        E[start : start + width].fill_diagonal_(1)
+        part = quantity.q(E, check_finite(A @ E)).to(torch.float64).sum(0)
+        total = part if total is None else total + part
+        plan.progress(spent + start + width, spent + A.size, quantity.name)
+    if total is None:
+        raise ValueError("`A` must have at least one row. Got shape (0, 0).")
+    return Estimate.exact(total, num_products=spent + A.size)
+
+
+def by_probes(A: LinearOperator, quantity: Quantity, plan: Plan, *, spent: int = 0, may_switch: bool = False) -> Estimate:
+    """Return the sampled quantity, in float64; where ``may_switch``, the exact one once that is forecast to be cheaper."""
+
+    def draw(count: int) -> Tensor:
+        V = draw_probes(A, count, plan)
+        return quantity.q(V, A @ V)
+
+    samples = sample_mean(
+        draw,
+        size=A.size,
+        plan=plan,
+        relative_error=quantity.relative_error,
+        message=quantity.name,
+        spent=spent,
+        give_up_beyond=A.size if may_switch else math.inf,
+    )
+    spent += samples.num_products
+    if samples.gave_up:
+        return by_unit_vectors(A, quantity, plan, spent=spent)
+    return Estimate(
+        samples.mean,
+        samples.stderr,
+        method="hutchinson",
+        num_samples=samples.num_samples,
+        num_products=spent,
+        converged=samples.converged,
+    )

@@ -1,0 +1,184 @@
+"""The trace of an operator, and of each of its blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatminima._progress import Progress, no_progress
+from flatminima.estimators import closed_form
+from flatminima.estimators.estimate import Estimate
+from flatminima.estimators.hutchinson import DiagonalFunction, estimate_diagonal_function
+from flatminima.estimators.sampling import DEFAULT_MAX_PRODUCTS, Plan, check_operator, largest_relative_error
+from flatminima.operators.base import LinearOperator
+
+__all__ = ["block_traces", "trace"]
+
+
+def trace(
+    A: LinearOperator,
+    *,
+    method: str = "auto",
+    num_products: int | None = None,
+    rtol: float | None = None,
+    max_products: int = DEFAULT_MAX_PRODUCTS,
+    max_seconds: float | None = None,
+    probes: str = "rademacher",
+    generator: torch.Generator | None = None,
+    progress: Progress = no_progress,
+) -> Estimate:
+    r"""Return the trace of A, exactly where that is cheap and by random quadratic forms otherwise.
+
+    .. math:: \hat t = \tfrac1m \sum_i v_i^\top A v_i, \qquad \mathbb E[v_i v_i^\top] = I.
+
+    Unbiased. One term has variance 2(‖A‖_F² − Σ A_ii²) with Rademacher probes, so a diagonal A is exact, and 2‖A‖_F² with
+    Gaussian ones. ``"auto"`` takes the first of these that applies: a closed form (a Gauss–Newton matrix); n products, where
+    sampling would take as many; the closed form of a part and random probes of the rest, layer by layer (a Hessian: exact up
+    to rounding for piecewise-linear networks); random probes. Under ``rtol`` it leaves the probes for n exact products as soon
+    as more than n further probes are forecast.
+
+    The intervals of the estimate are Student's t. They suppose that the mean of m terms is nearly normal, which m ≥ 64 (the
+    least under ``rtol``) makes true enough for ordinary spectra. Where one eigenvalue holds half of the trace, a 95 % interval
+    covers 93 % at ``rtol=0.05`` and about 91 % with ``num_products=30``.
+
+    Args:
+        A: Symmetric operator, shape ``(n, n)``.
+        method: "auto", "exact" (a closed form or n products, whatever the limits below) or "hutchinson" (probes only).
+        num_products: Number m of products, exactly so many where plain probes are used and at most so many otherwise.
+        rtol: Standard error to reach, relative to the trace; 0.02 where neither this nor ``num_products`` is given.
+        max_products: Most products under ``rtol``; the estimate then has ``converged=False``.
+        max_seconds: Time after which no further block of products is begun.
+        probes: "rademacher" or "gaussian".
+        generator: Source of the probes.
+        progress: Told the number of products.
+
+    Returns:
+        Estimate with ``value`` and ``stderr`` of shape ``()``, in units of the loss over those of the parameters squared.
+
+    Raises:
+        ValueError: If ``num_products`` and ``rtol`` are both given, or an argument is out of range.
+        TypeError: If A is not an operator.
+        NonFiniteLoss: If a product is infinite or not a number.
+
+    References:
+        Hutchinson (1989), *A stochastic estimator of the trace of the influence matrix*.
+
+    Example:
+        >>> from flatminima.operators import as_operator
+        >>> float(trace(as_operator(torch.diag(torch.tensor([1.0, 2.0, 3.0]))), num_products=4))
+        6.0
+    """
+    check_operator(A)
+    plan = Plan.checked(num_products, rtol, max_products, max_seconds, probes, generator, progress)
+    return estimate_diagonal_function(A, _trace_of(A), method, plan)
+
+
+def block_traces(
+    A: LinearOperator,
+    *,
+    method: str = "auto",
+    num_products: int | None = None,
+    rtol: float | None = None,
+    max_products: int = DEFAULT_MAX_PRODUCTS,
+    max_seconds: float | None = None,
+    probes: str = "rademacher",
+    generator: torch.Generator | None = None,
+    progress: Progress = no_progress,
+) -> dict[str, Estimate]:
+    r"""Return the trace of every diagonal block of A; one product a probe serves all blocks.
+
+    .. math:: \hat t_b = \tfrac1m \sum_i v_{i,b}^\top (A v_i)_b.
+
+    Methods, cost and intervals are those of :func:`trace`.
+
+    Args:
+        A: Symmetric operator, shape ``(n, n)``; its ``blocks`` name the ranges of rows.
+        method: As in :func:`trace`.
+        num_products: As in :func:`trace`.
+        rtol: Standard error to reach in *every* block, relative to that block's trace. Blocks whose error is rounding beside
+            the largest block's trace count as exact.
+        max_products: As in :func:`trace`; blocks that met ``rtol`` by then have ``converged=True``.
+        max_seconds: As in :func:`trace`.
+        probes: As in :func:`trace`.
+        generator: As in :func:`trace`.
+        progress: As in :func:`trace`.
+
+    Returns:
+        One estimate, of shape ``()``, per block by name. The cost of the call stands with the first, so that the costs add up.
+
+    Raises:
+        ValueError: As in :func:`trace`.
+        TypeError: If A is not an operator.
+        NonFiniteLoss: If a product is infinite or not a number.
+
+    Example:
+        >>> from flatminima.operators import as_operator
+        >>> A = as_operator(torch.diag(torch.arange(1.0, 7.0)), blocks={"a": slice(0, 2), "b": slice(2, 6)})
+        >>> {name: float(estimate) for name, estimate in block_traces(A, num_products=2).items()}
+        {'a': 3.0, 'b': 18.0}
+    """
+    check_operator(A)
+    plan = Plan.checked(num_products, rtol, max_products, max_seconds, probes, generator, progress)
+    joint = estimate_diagonal_function(A, _block_traces_of(A), method, plan)
+    estimates = {}
+    for index, name in enumerate(A.blocks):
+        value, stderr = joint.value[index], joint.stderr[index]
+        is_met = plan.num_products is None and largest_relative_error(value, stderr, A.dtype) <= plan.rtol
+        estimates[name] = Estimate(
+            value,
+            stderr,
+            method=joint.method,
+            num_samples=joint.num_samples,
+            num_products=0 if index else joint.num_products,
+            num_gradients=0 if index else joint.num_gradients,
+            num_losses=0 if index else joint.num_losses,
+            converged=joint.converged or is_met,
+        )
+    return estimates
+
+
+def _trace_of(A: LinearOperator) -> DiagonalFunction:
+    def known(K: LinearOperator) -> Estimate | None:
+        blocks = _known_blocks(K)
+        return None if blocks is None else _reduced(blocks, blocks.value.sum())
+
+    return DiagonalFunction("trace", _column_sums, lambda m, e: largest_relative_error(m, e, A.dtype), known)
+
+
+def _block_traces_of(A: LinearOperator) -> DiagonalFunction:
+    def reduce(columns: Tensor) -> Tensor:
+        return torch.stack([_column_sums(columns[rows]) for rows in A.blocks.values()], dim=1)
+
+    return DiagonalFunction("block traces", reduce, lambda m, e: largest_relative_error(m, e, A.dtype), _known_blocks)
+
+
+def _known_blocks(K: LinearOperator) -> Estimate | None:
+    """Return the block traces ``(B,)`` in float64 by a closed form, or None."""
+    traces = closed_form.known_block_traces(K)
+    if traces is not None:
+        parts = [traces[name] for name in K.blocks]
+        return Estimate.exact(
+            torch.stack([part.value.to(torch.float64) for part in parts]),
+            method=parts[0].method,
+            num_products=sum(part.num_products for part in parts),
+            num_gradients=sum(part.num_gradients for part in parts),
+            num_losses=sum(part.num_losses for part in parts),
+        )
+    diagonal = closed_form.known_diagonal(K)
+    if diagonal is None:
+        return None
+    return _reduced(diagonal, torch.stack([_column_sums(diagonal.value[rows]) for rows in K.blocks.values()]))
+
+
+def _reduced(known: Estimate, value: Tensor) -> Estimate:
+    return Estimate.exact(
+        value,
+        method=known.method,
+        num_products=known.num_products,
+        num_gradients=known.num_gradients,
+        num_losses=known.num_losses,
+    )
+
+
+def _column_sums(columns: Tensor) -> Tensor:
+    return columns.sum(0, dtype=torch.float64)

@@ -1,0 +1,327 @@
+"""audit: measure, move the network along its own symmetries, measure again, and say which numbers survived."""
+
+from __future__ import annotations
+
+import copy
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import final
+
+import torch
+
+from flatminima import measures as all_measures
+from flatminima._checks import check_at_least, check_generator, check_positive
+from flatminima._errors import FlatminimaError, NotSupported
+from flatminima._progress import Progress, no_progress
+from flatminima.estimators import eigenpairs
+from flatminima.measures import Measure
+from flatminima.objective import Objective
+from flatminima.operators import Hessian
+from flatminima.symmetries import Move, Symmetries, canonical_move, check_equivalent, find_symmetries, model_at
+from flatminima.trust.result import Audit, MinimumCheck, Reading, Row, Spectrum, SymmetryRecord
+from flatminima.trust.verdict import attack, minimum_verdict, overall
+
+__all__ = ["audit"]
+
+_EIGENVALUES = 8
+_EXAMPLES_CHECKED = 64
+
+
+def audit(
+    objective: Objective,
+    *,
+    measures: Sequence[Measure | str] | None = None,
+    num_moves: int = 3,
+    scale: float = 1.0,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = torch.float64,
+    target: str = "",
+    command: str = "",
+    progress: Progress = no_progress,
+    on_update: Callable[[Audit], None] | None = None,
+) -> Audit:
+    """Measure the sharpness of a network, and find out which of the numbers can be trusted.
+
+    Every measure is taken at the network as it is, after random moves along each kind of symmetry that the network has (the
+    outputs are checked to be the same to 1e-10 after each), and at the canonical form. A number that a move changes is a
+    property of the coordinates, not of the function. An l2 term of the objective is left out of the measures, since no rescaling
+    leaves it unchanged; it counts in the check whether the point is a minimum.
+
+    Args:
+        objective: The loss; the model is not changed.
+        measures: Measures or their names; all of ``flatminima.measures.available()`` by default.
+        num_moves: Random moves along each kind of symmetry.
+        scale: Standard deviation of the log of each factor of a rescaling, and the size of a shift relative to the weights.
+        generator: Source of the moves and of the measures' probes; None is torch's global one. Every reading of a measure uses
+            the same probes.
+        dtype: Floating point type to compute in; the moves are always made in float64. None keeps the model's own, in which
+            rounding moves exact measures by up to a per cent, and verdicts allow for that.
+        target: What is audited, for the report.
+        command: Command line that repeats it, for the report.
+        progress: Told of every reading.
+        on_update: Called with the audit so far after every measure, so that an interruption loses nothing.
+
+    Returns:
+        The trust table; ``to_json`` and ``to_html`` write it.
+
+    Raises:
+        NotSupported: If the objective was made from a closure, or its loss calls the model itself: there is nothing to trace.
+        NotEquivalent: If a move changed the outputs (a defect in the symmetry).
+        ValueError: If a measure is unknown.
+    """
+    if not isinstance(objective, Objective):
+        raise TypeError(f"`objective` must be a flatminima.Objective. Got {type(objective).__name__}.")
+    if not objective.has_model:
+        raise NotSupported("An audit moves the model, so the objective must be Objective(model, loss(outputs, targets), data).")
+    chosen = tuple(all_measures.get(m) if isinstance(m, str) else m for m in measures or all_measures.available())
+    check_at_least("num_moves", num_moves, 1)
+    check_positive("scale", scale)
+    seed = _seed(check_generator(generator))
+    run = _Run(objective, chosen, num_moves, scale, seed, dtype, target, command, progress)
+    for partial in run.steps():
+        if on_update is not None:
+            on_update(partial)
+    return run.result(complete=True)
+
+
+@final
+@dataclass(frozen=True)
+class _Attacks:
+    """The moves along one kind of symmetry."""
+
+    record: SymmetryRecord
+    moves: tuple[Move, ...]
+
+
+@final
+class _Run:
+    """One audit under way."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        measures: tuple[Measure, ...],
+        num_moves: int,
+        scale: float,
+        seed: int,
+        dtype: torch.dtype | None,
+        target: str,
+        command: str,
+        progress: Progress,
+    ) -> None:
+        self.started = time.monotonic()
+        self.original = objective if dtype is None else objective.to(dtype)
+        # Moves in float64, whatever the arithmetic of the measures: rounding moved weights would change the function.
+        self.model = copy.deepcopy(model_at(objective)).double()
+        self.objective = objective.with_model(self.model).to(dtype or objective.dtype).without_l2().in_memory()
+        self.measures, self.num_moves, self.scale, self.seed = measures, num_moves, scale, seed
+        self.target, self.command, self.progress = target, command, progress
+        self.notes: list[str] = []
+        self.minimum: MinimumCheck | None = None
+        self.spectrum: Spectrum | None = None
+        self.attacks: list[_Attacks] = []
+        self.rows: list[Row] = []
+        self.canonical: Objective | None = None
+        self.canonical_form = ""
+        self.done, self.total = 0, 3 + 2 * len(measures)
+
+    def steps(self) -> Iterator[Audit]:
+        """Do the work, and yield the audit so far after each part of it."""
+        if self.objective.mode == "train":
+            self.notes.append("Train mode: BatchNorm uses each batch's own statistics, and examples of a batch are coupled.")
+        self._tell("looking whether this is a minimum")
+        self._check_minimum()
+        yield self.result(complete=False)
+        self._tell("finding symmetries")
+        symmetries = find_symmetries(self.objective)
+        self.notes += [f"Not covered: {note}." for note in symmetries.notes]
+        self._draw_moves(symmetries)
+        self.total = 3 + len(self.measures) * (2 + sum(len(a.moves) for a in self.attacks))
+        self._tell("canonical form")
+        self._canonicalize(symmetries)
+        for measure in self.measures:
+            self.rows.append(self._row(measure))
+            yield self.result(complete=False)
+
+    def _check_minimum(self) -> None:
+        loss, gradient = self.original.value_and_gradient()
+        H = Hessian(self.original)
+        k = min(_EIGENVALUES, max(1, H.size // 2))
+        pairs = eigenpairs(H, k=k, which="BE", rtol=1e-4, max_products=200, generator=self._generator())
+        values, residuals = pairs.values.tolist(), pairs.residuals.tolist()
+        epsilon = torch.finfo(self.original.dtype).eps
+        noise = max(residuals[-1], 10 * epsilon * H.size**0.5 * max(abs(v) for v in values))
+        self.minimum = MinimumCheck(
+            loss=float(loss),
+            gradient_norm=float(gradient.norm()),
+            smallest_eigenvalue=values[-1],
+            smallest_residual=residuals[-1],
+            largest_eigenvalue=values[0],
+            noise=noise,
+            verdict=minimum_verdict(float(loss), float(gradient.norm()), values[-1], values[0], noise),
+        )
+        self.spectrum = Spectrum(tuple(values[:k]), tuple(values[k:]), tuple(residuals))
+        if not pairs.converged:
+            self.notes.append("Some of the outer eigenvalues had not converged after 200 products; see their residuals.")
+
+    def _draw_moves(self, symmetries: Symmetries) -> None:
+        generator = self._generator()
+        inputs = self._example_inputs()
+        state = dict(self.model.state_dict())
+        for kind in symmetries.kinds():
+            of_kind = symmetries.of_kind(kind)
+            moves, difference = [], 0.0
+            for _ in range(self.num_moves):
+                move: Move | None = None
+                for symmetry in of_kind:
+                    drawn = symmetry.random(generator, self.scale, state=state)
+                    move = drawn if move is None else move.then(drawn)
+                assert move is not None
+                moved = move.apply(self.model)
+                shifts = kind == "softmax shift"
+                difference = max(difference, check_equivalent(self.model, moved, inputs, shift_invariant=shifts))
+                moves.append(move)
+            record = SymmetryRecord(
+                kind=kind,
+                dimension=sum(s.dimension for s in of_kind),
+                description="; ".join(s.describe() for s in of_kind),
+                num_moves=self.num_moves,
+                max_output_difference=difference,
+            )
+            self.attacks.append(_Attacks(record, tuple(moves)))
+        if not self.attacks:
+            self.notes.append("No symmetry was found in this network, so nothing could be moved: the numbers stand untested.")
+
+    def _canonicalize(self, symmetries: Symmetries) -> None:
+        if not set(symmetries.kinds()) - {"permutation"}:
+            return
+        for form in ("min-trace", "min-norm"):
+            try:
+                found = canonical_move(self.objective, symmetries, form)
+            except NotSupported:  # no Gauss-Newton diagonal for this loss
+                continue
+            self.canonical = self.objective.with_model(found.move.apply(self.model))
+            self.canonical_form = form
+            if found.dead_units:
+                shown = ", ".join(found.dead_units[:5]) + (", …" if len(found.dead_units) > 5 else "")
+                self.notes.append(
+                    f"{len(found.dead_units)} hidden units are dead (nothing comes in or goes out) and have no {form} scale: {shown}."
+                )
+            return
+
+    def _row(self, measure: Measure) -> Row:
+        base = self._read(measure, self.objective, f"{measure.title}: as it is")
+        attacks = []
+        for group in self.attacks if base.value is not None else ():
+            readings = tuple(
+                self._read(
+                    measure,
+                    self.objective.with_model(move.apply(self.model)),
+                    f"{measure.title}: {group.record.kind} {index + 1}/{len(group.moves)}",
+                )
+                for index, move in enumerate(group.moves)
+            )
+            declared = measure.invariances[group.record.kind]
+            attacks.append(attack(group.record.kind, declared, base, readings, rtol=self._rtol))
+        canonical = None
+        if self.canonical is not None and base.value is not None:
+            canonical = self._read(measure, self.canonical, f"{measure.title}: canonical form")
+        return Row(
+            name=repr(measure),
+            key=measure.key,
+            source=measure.source,
+            formula=measure.formula,
+            meaning=measure.meaning,
+            base=base,
+            attacks=tuple(attacks),
+            canonical=canonical,
+            verdict=overall(base, attacks),
+            title=measure.title,
+        )
+
+    def _read(self, measure: Measure, objective: Objective, message: str) -> Reading:
+        self._tell(message)
+        start = time.monotonic()
+        try:
+            estimate = measure(objective, generator=self._generator())
+        except (FlatminimaError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            return Reading(None, error=reason, seconds=time.monotonic() - start)
+        data = estimate.to_dict()
+        data.pop("num_samples")
+        reading = Reading(**data, seconds=time.monotonic() - start)
+        if not bool(torch.isfinite(estimate.value)):
+            return replace(reading, value=None, error=f"the value is {float(estimate):g}")
+        return reading
+
+    @property
+    def _rtol(self) -> float:
+        """How far an exact number may move and count as unchanged."""
+        return 1e-6 if self.objective.dtype == torch.float64 else 1e-2
+
+    def _generator(self) -> torch.Generator:
+        """Return a fresh generator at the audit's seed: all readings of a measure share their probes."""
+        return torch.Generator(self.objective.device).manual_seed(self.seed)
+
+    def _example_inputs(self) -> object:
+        args, kwargs = self.objective.example_inputs(_EXAMPLES_CHECKED)
+        return kwargs if kwargs else args
+
+    def _tell(self, message: str) -> None:
+        self.progress(self.done, self.total, message)
+        self.done += 1
+
+    def result(self, *, complete: bool) -> Audit:
+        """Return the audit so far."""
+        if complete:
+            self.progress(self.total, self.total, "done")
+        return Audit(
+            target=self.target or type(self.original.model).__name__,
+            complete=complete,
+            num_parameters=self.original.space.size,
+            num_examples=self.original.num_examples,
+            loss_name=_loss_name(self.original),
+            minimum=self.minimum,
+            spectrum=self.spectrum,
+            symmetries=tuple(a.record for a in self.attacks),
+            rows=tuple(self.rows),
+            notes=tuple(self.notes),
+            settings={
+                "seed": self.seed,
+                "num_moves": self.num_moves,
+                "scale": self.scale,
+                "dtype": str(self.objective.dtype).removeprefix("torch."),
+                "device": str(self.objective.device),
+                "mode": self.objective.mode,
+                "l2": self.original.l2,
+                "num_terms": self.original.num_terms,
+                "canonical_form": self.canonical_form,
+                "relative_tolerance": self._rtol,
+                "measures": [repr(m) for m in self.measures],
+                "versions": {"torch": torch.__version__, "python": platform.python_version()},
+                "threads": torch.get_num_threads(),
+            },
+            command=self.command,
+            seconds=time.monotonic() - self.started,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+def _seed(generator: torch.Generator | None) -> int:
+    """Return the seed of a generator that was not used yet, or draw one."""
+    if generator is None:
+        return int(torch.randint(2**31, ()))
+    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    if torch.equal(fresh.get_state(), generator.get_state()):
+        seed = generator.initial_seed()
+        torch.rand((), generator=generator, device=generator.device)  # two audits with one generator are two draws
+        return seed
+    return int(torch.randint(2**31, (), generator=generator, device=generator.device))
+
+
+def _loss_name(objective: Objective) -> str:
+    loss = objective.loss
+    return loss.name if loss.name != "custom" else getattr(loss.function, "__name__", type(loss.function).__name__)

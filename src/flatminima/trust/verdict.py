@@ -1,0 +1,77 @@
+"""When a number counts as moved, and when a point as a minimum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from flatminima.trust.result import DEFECT, FAILED, MOVES, SURVIVES, Attack, Reading
+
+__all__ = ["attack", "fold", "minimum_verdict", "overall"]
+
+#: Standard errors that two estimates of one number may be apart: 4 leaves 1 in 16,000 comparisons to chance.
+_SIGMAS = 4.0
+
+
+def fold(old: float, new: float) -> float | None:
+    """Return the larger of new/old and old/new, at least 1; None where the sign changed or one of them is zero."""
+    if old == new:
+        return 1.0
+    if old * new <= 0 or not math.isfinite(old) or not math.isfinite(new):
+        return None
+    return max(new / old, old / new)
+
+
+def attack(kind: str, declared: bool, base: Reading, readings: Sequence[Reading], *, rtol: float) -> Attack:
+    """Compare the readings after moves along one kind of symmetry with the one before.
+
+    Args:
+        kind: Kind of symmetry.
+        declared: Whether the measure claims to be invariant.
+        base: The reading at the network as it is.
+        readings: Those after the moves.
+        rtol: Relative change that counts as rounding, beside four standard errors of the difference.
+    """
+    folds = tuple(
+        fold(base.value, reading.value) if base.value is not None and reading.value is not None else None for reading in readings
+    )
+    if base.value is None or any(reading.value is None for reading in readings):
+        verdict = FAILED
+    elif all(_same(base, reading, rtol) for reading in readings):
+        verdict = SURVIVES
+    else:
+        verdict = DEFECT if declared else MOVES
+    return Attack(kind, declared, tuple(readings), folds, verdict)
+
+
+def overall(base: Reading, attacks: Sequence[Attack]) -> str:
+    """Return the verdict on a measure: the worst of its attacks."""
+    if base.value is None:
+        return FAILED
+    verdicts = {a.verdict for a in attacks}
+    return next((v for v in (DEFECT, FAILED, MOVES) if v in verdicts), SURVIVES)
+
+
+def minimum_verdict(loss: float, gradient_norm: float, smallest: float, largest: float, noise: float) -> str:
+    """Say in words whether a point is a minimum.
+
+    The slope counts as left over when a step of 1/λ_max along it would lower the loss by more than a hundredth of itself.
+    """
+    fall = gradient_norm**2 / (2 * largest) if largest > 0 else math.inf if gradient_norm > 0 else 0.0
+    stationary = fall <= 0.01 * abs(loss)
+    slope = f"The gradient is {'small' if stationary else 'not small'} (norm {gradient_norm:.3g})"
+    if smallest < -noise:
+        share = f", {-smallest / largest:.1%} of the largest" if largest > 0 else ""
+        curvature = f"the Hessian has negative curvature (down to {smallest:.3g}{share})"
+    else:
+        curvature = "no curvature is negative beyond rounding"
+    if not stationary:
+        return f"{slope} and {curvature}: not a stationary point, so further training would lower the loss."
+    return f"{slope} and {curvature}: {'not a strict minimum' if smallest < -noise else 'a minimum, flat directions aside'}."
+
+
+def _same(base: Reading, reading: Reading, rtol: float) -> bool:
+    assert base.value is not None
+    assert reading.value is not None
+    allowed = rtol * max(abs(base.value), abs(reading.value)) + _SIGMAS * math.hypot(base.stderr, reading.stderr)
+    return abs(reading.value - base.value) <= allowed

@@ -1,0 +1,63 @@
+"""When a number counts as moved."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatminima.trust.result import Reading
+from flatminima.trust.verdict import attack, fold, minimum_verdict, overall
+
+
+@given(old=st.floats(1e-6, 1e6), factor=st.floats(1.0, 1e6))
+def test_fold_change_is_symmetric_and_at_least_one(old: float, factor: float) -> None:
+    there, back = fold(old, old * factor), fold(old * factor, old)
+    assert there == back
+    assert there == pytest.approx(factor, rel=1e-9)
+    assert fold(-old, -old * factor) == pytest.approx(factor, rel=1e-9)
+
+
+@pytest.mark.parametrize(("old", "new"), [(1.0, -1.0), (0.0, 2.0), (2.0, 0.0), (1.0, math.inf)])
+def test_a_change_of_sign_has_no_fold(old: float, new: float) -> None:
+    assert fold(old, new) is None
+
+
+def test_nothing_changed_is_a_fold_of_one_even_at_zero() -> None:
+    assert fold(0.0, 0.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("declared", "values", "stderr", "verdict"),
+    [
+        (True, (1.0, 1.0 + 5e-7), 0.0, "survives"),
+        (True, (1.0, 1.0 + 5e-6), 0.0, "defect"),
+        (False, (1.0, 30.0), 0.0, "moves"),
+        (False, (1.0, 1.0), 0.0, "survives"),
+        (True, (1.0, 1.3), 0.1, "survives"),
+        (True, (1.0, 2.0), 0.1, "defect"),
+        (True, (1.0, None), 0.0, "failed"),
+    ],
+)
+def test_a_number_moved_if_it_changed_beyond_rounding_and_four_standard_errors(
+    declared: bool, values: tuple[float | None, ...], stderr: float, verdict: str
+) -> None:
+    result = attack("node", declared, Reading(1.0, stderr), [Reading(v, stderr) for v in values], rtol=1e-6)
+    assert result.verdict == verdict
+    assert overall(Reading(1.0), [attack("layer", True, Reading(1.0), [Reading(1.0)], rtol=1e-6), result]) == verdict
+
+
+def test_the_fold_of_an_attack_is_its_largest_and_unknown_where_one_is() -> None:
+    assert attack("node", False, Reading(1.0), [Reading(2.0), Reading(0.1)], rtol=1e-6).fold == pytest.approx(10.0)
+    assert attack("node", False, Reading(1.0), [Reading(2.0), Reading(-0.1)], rtol=1e-6).fold is None
+
+
+def test_the_verdict_on_the_point_names_slope_and_negative_curvature() -> None:
+    assert "a minimum, flat directions aside" in minimum_verdict(0.1, 1e-6, -1e-9, 5.0, 1e-8)
+    saddle = minimum_verdict(0.1, 1e-6, -0.5, 5.0, 1e-8)
+    assert "negative curvature (down to -0.5, 10.0% of the largest)" in saddle
+    assert "not a strict minimum" in saddle
+    assert "not a stationary point" in minimum_verdict(0.1, 1.0, 0.1, 5.0, 1e-8)
+    assert "a minimum" in minimum_verdict(0.0, 0.0, 0.0, 0.0, 0.0)
