@@ -95,7 +95,7 @@ def test_plain_probes_are_taken_where_the_split_does_not_pay(monkeypatch: pytest
     assert float(estimate) == pytest.approx(N, abs=4 * float(estimate.stderr))
 
 
-@pytest.mark.parametrize("stop", [{"num_products": 80}, {"rtol": 0.012}])
+@pytest.mark.parametrize("stop", [{"num_products": 80}, {"rtol": 0.02}])
 def test_the_split_covers_the_truth_at_its_stated_level(monkeypatch: pytest.MonkeyPatch, stop: dict[str, float]) -> None:
     R = off_diagonal(1.5)
     for j, rows in enumerate(ROWS[1:]):
@@ -122,7 +122,7 @@ def test_num_products_bounds_the_cost_of_every_route(monkeypatch: pytest.MonkeyP
 
 
 def test_standard_error_of_a_layer_by_layer_estimate_is_its_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    R = off_diagonal(3.0)
+    R = off_diagonal(10.0)
     for rows in ROWS:
         R[rows, rows] = rotated(torch.linspace(-0.5, 0.6, rows.stop - rows.start, dtype=torch.float64), 5)
     A = split(monkeypatch, R)

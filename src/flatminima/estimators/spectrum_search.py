@@ -17,6 +17,8 @@ __all__ = ["Goal", "search"]
 
 #: Fewest steps of a check for missed copies: the range of the spectrum is not known before.
 _MIN_CHECK = 5
+#: After a given start: missed values nearer to the wanted ones than this part of the other values' range are let go.
+_RESOLUTION = 1e-3
 
 
 @final
@@ -72,10 +74,15 @@ class Goal:
         elif self.which == "BE":
             top, bottom = float(wanted[0::2].min()), float(wanted[1::2].max())
         gaps = {"LA": [top - high], "SA": [low - bottom]}.get(self.which, [top - high, low - bottom])
-        if min(gaps) <= 0:
+        width = high - low
+        if min(gaps) <= 1e-12 * width:
             return math.inf
-        width = max(high - low, torch.finfo(torch.float64).tiny)
-        return math.acosh(10 * math.sqrt(size)) / math.acosh(1 + 2 * min(gaps) / width)
+        return _steps_to_show(min(gaps) / width, size) if width > 0 else 0.0
+
+
+def _steps_to_show(gap: float, size: int) -> float:
+    """Return the degree at which a Chebyshev polynomial lifts a weight 1/√n beyond the gap to 10 times the rest."""
+    return math.acosh(10 * math.sqrt(size)) / math.acosh(1 + 2 * gap)
 
 
 def search(space: KrylovSpace, goal: Goal, *, is_random: bool) -> tuple[Tensor, bool]:
@@ -111,7 +118,7 @@ class _Search:
         self.space, self.goal = space, goal
         self.fresh = list(space.chains)
         self.needs_check = not is_random or goal.k > 1
-        self.longest_check = math.inf
+        self.longest_check = _steps_to_show(_RESOLUTION, space.A.size)
         self.is_random = is_random
         self.is_met = False
         self.check_chain: int | None = None

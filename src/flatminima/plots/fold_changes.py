@@ -78,6 +78,8 @@ def _draw_kind(ax: Axes, kind: str, shown: Sequence[str], rows: Sequence[Row], e
     for declared in (True, False):
         for bounded in (True, False):
             chosen = [i for i, (_, a) in enumerate(points) if a.declared_invariant == declared and _bounded(a) == bounded]
+            if not chosen:
+                continue  # an empty line that is not clipped would claim room in the layout
             ax.plot(
                 [ends[i] for i in chosen], [ys[i] for i in chosen], linestyle="none", marker=style.marker if bounded else ">",
                 markersize=6.5, markeredgewidth=1.4, markeredgecolor=style.colour,
@@ -121,7 +123,7 @@ def _label(row: Row, attack: Attack) -> tuple[str, str]:
 def _scale(ax: Axes, rows: Sequence[Row], edge: float) -> None:
     ax.set_xscale("log")
     ax.set_xlim(10 ** (-0.02 * math.log10(edge)), edge * 10 ** (0.16 * math.log10(edge)))
-    ax.set_ylim(len(rows) - 0.4, -0.7)
+    ax.set_ylim(len(rows) - 0.4, -0.8)
     decades = int(math.log10(edge))
     step = max(1, math.ceil(decades / 6))
     ax.xaxis.set_major_locator(FixedLocator([10.0**power for power in range(0, decades + 1, step)]))
@@ -138,7 +140,7 @@ def _name_rows(ax: Axes, titles: Sequence[str], names: Literal["beside", "above"
     ax.set_yticks([])
     for place, name in enumerate(shown):
         ax.annotate(
-            name, (0.0, place - 0.3), xycoords=("axes fraction", "data"), xytext=(6, 0), textcoords="offset points",
+            name, (0.0, place - 0.33), xycoords=("axes fraction", "data"), xytext=(10, 0), textcoords="offset points",
             ha="left", va="bottom", color=INK, parse_math=False,
         )  # fmt: skip
 

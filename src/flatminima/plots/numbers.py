@@ -66,15 +66,16 @@ def fold(value: float | None) -> str:
 
 
 def typeset(text: str) -> str:
-    """Return the text with powers of ten as printed ones.
+    """Return a number's text with printed minus signs and powers of ten.
 
     Example:
-        >>> typeset("(1.20 ± 0.02)e-7")
-        '(1.20 ± 0.02)×10⁻⁷'
+        >>> typeset("(-1.20 ± 0.02)e-7")
+        '(−1.20 ± 0.02)×10⁻⁷'
     """
-    head, separator, power = text.rpartition("e")
+    head, separator, power = text.replace("-", "−").rpartition("e")
+    power = power.replace("−", "-")
     if not separator or not power.lstrip("-").isdigit():
-        return text
+        return text.replace("-", "−")
     return f"{head}×10{power.translate(_SUPERSCRIPT)}"
 
 

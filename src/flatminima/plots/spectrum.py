@@ -73,15 +73,19 @@ def _label(ax: Axes, found: Spectrum, start: int) -> None:
                 typeset(number(value)), (place, value), xytext=offset, textcoords="offset points", color=INK,
                 ha="left" if place == 0 else "center", va="bottom" if above else "top",
             )  # fmt: skip
-    places = [*range(num_largest), *range(start, start + num_smallest)]
-    names = [str(i + 1) for i in range(num_largest)] + [f"n−{num_smallest - 1 - i}" for i in range(num_smallest)]
-    names = [name.removesuffix("−0") for name in names]
-    step = math.ceil(len(places) / 14)
-    shown = [i for i in range(len(places)) if i % step == 0 or i == len(places) - 1]
-    ax.xaxis.set_major_locator(FixedLocator([places[i] for i in shown]))
-    ax.set_xticklabels([names[i] for i in shown])
-    ax.set_xlabel("rank of the eigenvalue, 1 is the largest, n the smallest")
+    step = math.ceil((num_largest + num_smallest) / _most_ticks(ax))
+    top = [i for i in range(num_largest) if i % step == 0]
+    bottom = [i for i in range(num_smallest) if (num_smallest - 1 - i) % step == 0]
+    ax.xaxis.set_major_locator(FixedLocator([*top, *(start + i for i in bottom)]))
+    ax.set_xticklabels([str(i + 1) for i in top] + [f"n−{num_smallest - 1 - i}".removesuffix("−0") for i in bottom])
+    ax.set_xlabel("rank of the eigenvalue (1 largest, n smallest)")
     ax.set_ylabel("eigenvalue λ of the Hessian")
+
+
+def _most_ticks(ax: Axes) -> int:
+    """Return how many labels such as "n−12" find room side by side."""
+    inches = ax.get_window_extent().width / ax.figure.dpi
+    return max(2, int(inches / 0.42))
 
 
 def _known(values: tuple[float, ...]) -> list[float]:

@@ -24,7 +24,8 @@ from flatminima.plots import style
 __all__ = ["Drawing", "draw"]
 
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
-_DROPPED = {f"{{{_SVG}}}metadata"}
+# The style sheet in a drawing would be the whole page's; what it says stands on the root instead.
+_DROPPED = {f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"}
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "flatminima",
@@ -72,7 +73,9 @@ def draw(name: str, title: str, size: tuple[float, float], function: Callable[[A
         figure = Figure(figsize=size, layout="constrained", facecolor="none")
         axes = figure.add_subplot(facecolor="none")
         function(axes)
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+        figure.savefig(
+            buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True, bbox_inches="tight", pad_inches=0.02
+        )
     return Drawing(_themed(buffer.getvalue(), name, title), round(size[0] * 96), title)
 
 
@@ -86,6 +89,7 @@ def _themed(source: bytes, name: str, title: str) -> Markup:
             element.set(key, _attribute(key, value, name))
     for key in ("width", "height", "version"):
         root.attrib.pop(key, None)
+    root.set("style", "stroke-linejoin: round; stroke-linecap: butt")
     root.set("role", "img")
     root.set("aria-label", title)
     root.set("focusable", "false")

@@ -78,7 +78,7 @@ def _fold_drawings(audit: Audit) -> list[Drawing]:
     title = "Fold change of every measure under every kind of symmetry; the numbers are those of the trust table."
     return [
         draw("folds-wide", title, (7.6, 1.5 + 0.4 * max(count, 3)), lambda ax: plots.fold_changes(audit, ax)),
-        draw("folds-narrow", title, (3.9, 1.7 + 0.52 * max(count, 3)), lambda ax: plots.fold_changes(audit, ax, names="above")),
+        draw("folds-narrow", title, (3.9, 1.7 + 0.6 * max(count, 3)), lambda ax: plots.fold_changes(audit, ax, names="above")),
     ]
 
 

@@ -53,7 +53,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """The trust table: the verdict stands beside the measure; ``counts`` has how many rows have each verdict that occurs, in the order of the filter's buttons."""
+    """The trust table.
+
+    Attributes:
+        columns: Headings; the verdict stands beside the measure.
+        lines: One per measure.
+        counts: How many lines have each verdict that occurs, in the order of the filter's buttons.
+    """
 
     columns: tuple[Cell, ...]
     lines: tuple[Line, ...]
@@ -149,7 +155,7 @@ def _attack_cell(row: Row, attack: Attack) -> Cell:
     else:
         tip.append(f"The largest change: {typeset(fold_label(row.base, attack))}.")
     key = "" if attack.verdict == "failed" else _key(math.inf if attack.fold is None else attack.fold)
-    text = "–" if attack.verdict == "failed" else typeset(fold_label(row.base, attack))
+    text = "" if attack.verdict == "failed" else typeset(fold_label(row.base, attack))
     return Cell(attack.symmetry, text, " ".join(part for part in tip if part), key, attack.verdict)
 
 

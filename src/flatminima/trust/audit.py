@@ -208,7 +208,7 @@ class _Run:
             if found.dead_units:
                 shown = ", ".join(found.dead_units[:5]) + (", …" if len(found.dead_units) > 5 else "")
                 self.notes.append(
-                    f"{len(found.dead_units)} hidden units are dead (nothing comes in or goes out) and have no {form} scale: {shown}."
+                    f"{len(found.dead_units)} hidden units are dead (nothing enters or leaves) and have no {form} scale: {shown}."
                 )
             return
 
