@@ -49,13 +49,13 @@ def test_the_counting_agrees_with_the_interval_method() -> None:
 
 @pytest.mark.parametrize("probes", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("stop", [{"num_products": 48}, {"rtol": 0.045}])
+@pytest.mark.parametrize("stop", [{"num_products": 48}, {"rtol": 0.025}])
 def test_trace_covers_the_truth_at_its_stated_level(spectrum: str, probes: str, stop: dict[str, float]) -> None:
     M = rotated(SPECTRA[spectrum])
     A = as_operator(M)
     level, samples = coverage(lambda g: trace(A, method="hutchinson", probes=probes, generator=g, **stop), M.trace())
     assert 0.93 <= level <= 0.97
-    assert samples > 64 or "num_products" in stop or probes == "rademacher"
+    assert samples > 80 or "num_products" in stop  # so that the rule did decide when to stop
 
 
 @pytest.mark.parametrize("probes", ["rademacher", "gaussian"])

@@ -154,7 +154,7 @@ def test_the_batch_with_a_nan_loss_is_named() -> None:
 
 def test_a_shuffling_loader_is_detected() -> None:
     loader = DataLoader(TensorDataset(X1, Y), batch_size=4, shuffle=True)
-    with pytest.raises(errors.NotDeterministic, match="DataLoader shuffles. Build it with shuffle=False"):
+    with pytest.raises(errors.NotDeterministic, match=r"DataLoader shuffles\. Build it with shuffle=False"):
         Objective(LINEAR, F.cross_entropy, loader)
     assert Objective(LINEAR, F.cross_entropy, list(loader)).num_examples == 10
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
+from flatminima._errors import NotSupported
 from flatminima.estimators.gauss_newton_diagonal import gauss_newton_squares
 from flatminima.objective import Objective
 from flatminima.operators import GaussNewton, Hessian
@@ -254,3 +256,47 @@ def test_a_shared_module_and_a_tied_weight_are_put_back() -> None:
     assert model.a.weight is model.b.weight is model.c.weight is weight
     expected = dense_hessian(model.double(), F.cross_entropy, x.double(), Y[:6])
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.first, self.middle, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.head(checkpoint(lambda z: torch.tanh(self.middle(z)), h, use_reentrant=self.reentrant))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_a_reentrant_checkpoint_is_refused_and_the_other_kind_is_exact() -> None:
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model = Checkpointed(reentrant=False).double()
+    found = Hessian(Objective(model, F.cross_entropy, (x, Y[:6]))).to_dense()
+    torch.testing.assert_close(found, dense_hessian(model, F.cross_entropy, x, Y[:6]), rtol=1e-8, atol=1e-11)
+    with pytest.raises(NotSupported, match="use_reentrant=False"):
+        Objective(Checkpointed(reentrant=True).double(), F.cross_entropy, (x, Y[:6]))
+
+
+class Caching(nn.Module):
+    """Keeps its last input, as hooks and old weight normalisation keep tensors on modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 3), torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x
+        self.scale = self.scale * 2
+        return self.layer(x)
+
+
+def test_tensors_that_a_forward_pass_hangs_on_modules_are_taken_off() -> None:
+    model = Caching()
+    scale = model.scale
+    Hessian(Objective(model, F.cross_entropy, (torch.ones(2, 3), Y[:2]))) @ torch.ones(12)
+    assert model.scale is scale
+    assert not hasattr(model, "last")

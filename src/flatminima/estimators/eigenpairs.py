@@ -134,10 +134,11 @@ def eigenpairs(
         space.start()
     goal = Goal(which, k, num_pairs, tolerance, budget - num_pairs, time.monotonic() + seconds, progress)
     S, is_complete = search(space, goal, is_random=initial is None)
-    return _finish(A, space.vectors(S), space.num_products, tolerance, is_complete)
+    return _finish(A, space, S, tolerance, is_complete)
 
 
-def _finish(A: LinearOperator, X: Tensor, num_products: int, rtol: float, is_complete: bool) -> Eigenpairs:
+def _finish(A: LinearOperator, space: KrylovSpace, S: Tensor, rtol: float, is_complete: bool) -> Eigenpairs:
+    X = space.vectors(S)
     X = X / torch.linalg.vector_norm(X, dim=0)
     AX = torch.cat([check_finite(A @ some) for some in X.split(_AT_ONCE, dim=1)], dim=1)
     values = (X * AX).sum(0, dtype=torch.float64)
@@ -145,9 +146,9 @@ def _finish(A: LinearOperator, X: Tensor, num_products: int, rtol: float, is_com
     values, X, AX = values[order].to(A.dtype), X[:, order], AX[:, order]
     residuals = torch.linalg.vector_norm(AX - X * values, dim=0)
     # the recursion's residuals met the tolerance; the true ones may differ by rounding
-    allowed = (rtol + 1e2 * torch.finfo(A.dtype).eps) * float(values.abs().max())
+    allowed = (rtol + 1e2 * torch.finfo(A.dtype).eps) * float(space.ritz()[0].abs().max())
     converged = is_complete and float(residuals.max()) <= allowed
-    return Eigenpairs(values, X, residuals, converged, num_products + X.shape[1], rtol)
+    return Eigenpairs(values, X, residuals, converged, space.num_products + X.shape[1], rtol)
 
 
 def _product_limit(A: LinearOperator, num_pairs: int, max_products: int | None) -> int:

@@ -37,6 +37,7 @@ class KrylovSpace:
         self._rows = torch.empty(max_dimension, A.size, dtype=A.dtype, device=A.device)  # Vᵀ
         self._T = torch.zeros(max_dimension, max_dimension, dtype=torch.float64)
         self._scale = 0.0
+        self._rounding = BREAKDOWN * torch.finfo(A.dtype).eps
         # by chain: a candidate's successors keep the number of the start vector
         self._candidates: dict[int, Tensor] = {}
         self._couplings: dict[int, Tensor] = {}
@@ -48,6 +49,11 @@ class KrylovSpace:
         return tuple(self._candidates)
 
     @property
+    def scale(self) -> float:
+        """Largest ‖A v‖ over the basis vectors so far: a lower bound of A's norm."""
+        return self._scale
+
+    @property
     def is_full(self) -> bool:
         """Whether the basis spans everything, so that T's eigenvalues are A's."""
         return self.dimension == self.A.size
@@ -56,43 +62,63 @@ class KrylovSpace:
         """Add v ``(n,)``, or a random direction, as a new chain.
 
         Returns:
-            The chain's number; None where v lies in the space already, or nothing is left outside of it.
+            The chain's number; None where v lies in the basis already, or nothing is left outside of it.
         """
-        if self.dimension + len(self._candidates) >= self.A.size:
+        if self.is_full:
             return None
         w = self._random_direction() if v is None else v
-        length = torch.linalg.vector_norm(w)
-        for _ in range(2):  # once more after scaling: w may lie almost in the space
-            w = self._outside(w / length)[0]
-            length = torch.linalg.vector_norm(w)
-            if float(length) <= 1e2 * BREAKDOWN * torch.finfo(self.A.dtype).eps:
+        for _ in range(2):  # once more at its new length: w may lie almost in the basis
+            w = w / torch.linalg.vector_norm(w)
+            w = orthogonalise(w, self._rows[: self.dimension])[0]
+            if float(torch.linalg.vector_norm(w)) <= 1e2 * self._rounding:
                 return None if v is not None else self.start()
         self._num_chains += 1
-        self._candidates[self._num_chains] = w / length
-        self._couplings[self._num_chains] = torch.zeros(self.max_dimension, dtype=torch.float64)
+        self._follow(self._num_chains, w / torch.linalg.vector_norm(w), self._rounding)
         return self._num_chains
 
     def expand(self, chain: int) -> None:
         """Take the chain's candidate into the basis; one product. The chain ends if A leads nowhere new."""
-        q = self._candidates.pop(chain)
-        coupling = self._couplings.pop(chain)
         m = self.dimension
-        self._rows[m] = q
+        self._rows[m] = self._candidates.pop(chain)
+        del self._couplings[chain]
         self.dimension = m + 1
-        w = check_finite(self.A @ q)
+        w = check_finite(self.A @ self._rows[m])
         self.num_products += 1
         self._scale = max(self._scale, float(torch.linalg.vector_norm(w)))
-        w, inside, across = self._outside(w)
-        self._T[m, : m + 1] = inside
-        self._T[: m + 1, m] = inside
-        for other, coefficient in across.items():
-            self._couplings[other][m] = coefficient
-        length = float(torch.linalg.vector_norm(w))
-        if not self.is_full and length > BREAKDOWN * torch.finfo(self.A.dtype).eps * self._scale:
-            self._candidates[chain] = w / length
-            coupling.zero_()
-            coupling[m] = length
-            self._couplings[chain] = coupling
+        w, inside = orthogonalise(w, self._rows[: m + 1])
+        column = inside.to("cpu", torch.float64)
+        self._T[m, : m + 1] = column
+        self._T[: m + 1, m] = column
+        length = self._follow(chain, w, self._rounding * self._scale)
+        if chain in self._couplings:
+            self._couplings[chain][m] += length
+
+    def _follow(self, chain: int, w: Tensor, tolerance: float) -> float:
+        """Make w ``(n,)``, orthogonal to V, the direction of the chain's candidate, and return its length.
+
+        The other candidates are turned within the span of all, which leaves Q C as it is. If w were only cleared of them
+        instead, the chain would never see what they hide.
+        """
+        if self.is_full or float(torch.linalg.vector_norm(w)) <= tolerance:
+            return 0.0
+        labels = list(self._candidates)
+        Q = torch.stack([self._candidates[label] for label in labels]) if labels else self._rows[:0]
+        C = torch.stack([self._couplings[label] for label in labels]) if labels else self._T[:0]
+        new, across = orthogonalise(w, Q)
+        c = across.to("cpu", torch.float64)
+        length = torch.linalg.vector_norm(new)
+        if float(length) > tolerance and self.dimension + len(labels) < self.A.size:
+            Q = torch.cat([Q, (new / length)[None]])
+            C = torch.cat([C, C.new_zeros(1, C.shape[1])])
+            c = torch.cat([c, length.reshape(1).to("cpu", torch.float64)])
+        else:
+            del labels[0]  # w adds no dimension: one of the others becomes this chain's
+        turn = _reflection(c)
+        Q, C = turn.to(Q) @ Q, turn @ C
+        names = [*labels, chain]
+        self._candidates = dict(zip(names, Q, strict=True))
+        self._couplings = dict(zip(names, C, strict=True))
+        return float(torch.linalg.vector_norm(c))
 
     def ritz(self) -> tuple[Tensor, Tensor]:
         """Return T's eigenvalues ``(m,)``, ascending, and its eigenvectors S ``(m, m)``, in float64."""
@@ -127,20 +153,17 @@ class KrylovSpace:
             row[:kept] = shrunk
         self.dimension = kept
 
-    def _outside(self, w: Tensor) -> tuple[Tensor, Tensor, dict[int, float]]:
-        """Return the part of w outside [V, Q], its coefficients in V, and those in Q by chain."""
-        m = self.dimension
-        if not self._candidates:
-            w, inside = orthogonalise(w, self._rows[:m])
-            return w, inside.to("cpu", torch.float64), {}
-        Q = torch.stack(list(self._candidates.values()))
-        first, second = self._rows[:m] @ w, Q @ w
-        w = w - first @ self._rows[:m] - second @ Q
-        more, again = self._rows[:m] @ w, Q @ w
-        w = w - more @ self._rows[:m] - again @ Q
-        across = dict(zip(self._candidates, (second + again).tolist(), strict=True))
-        return w, (first + more).to("cpu", torch.float64), across
-
     def _random_direction(self) -> Tensor:
         device = self.A.device if self.generator is None else self.generator.device
         return torch.randn(self.A.size, dtype=self.A.dtype, device=device, generator=self.generator).to(self.A.device)
+
+
+def _reflection(c: Tensor) -> Tensor:
+    """Return an orthogonal matrix whose last row is c / ‖c‖, for c of shape ``(p,)``."""
+    u = c / torch.linalg.vector_norm(c)
+    sign = -1.0 if float(u[-1]) > 0 else 1.0  # away from cancellation
+    h = u.clone()
+    h[-1] -= sign
+    H = torch.eye(c.numel(), dtype=c.dtype) - 2 * torch.outer(h, h) / h.dot(h)
+    H[-1] *= sign
+    return H

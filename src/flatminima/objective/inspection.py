@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from flatminima._errors import NonFiniteLoss, NotDeterministic
+from flatminima._errors import NonFiniteLoss, NotDeterministic, NotSupported
 from flatminima.objective.batches import batch_size, describe, tensors_of
 from flatminima.objective.evaluators import Evaluation, ModelEvaluator
 
@@ -44,8 +44,11 @@ def inspect_data(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor], *, che
         ValueError: If the data is empty, has no term, or does not fit the model.
         NonFiniteLoss: If a batch's loss is infinite or NaN.
         NotDeterministic: If the second pass differs, with the culprit where it can be found.
+        NotSupported: If the model checkpoints activations in the reentrant way, which gives wrong derivatives without a word.
     """
     first = _one_pass(evaluator, leaves)
+    if first.num_examples:
+        _refuse_reentrant_checkpoints(evaluator, leaves)
     if first.num_examples == 0:
         raise ValueError("`data` must hold at least one example. Got an empty loader.")
     if not first.num_terms > 0:
@@ -90,6 +93,23 @@ def _evaluate(evaluator: ModelEvaluator, index: int, batch: Any, leaves: Mapping
             raise ValueError(f"`data` must hold at least one example a batch. Batch {index} is empty.") from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"The model and loss do not fit batch {index}, {describe(batch)}: {reason}") from error
+
+
+def _refuse_reentrant_checkpoints(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor]) -> None:
+    """Look through one batch's graph: torch.autograd.grad gives None for all that a reentrant checkpoint hides."""
+    total = evaluator.evaluate(next(evaluator.prepared()), leaves).total
+    seen, open_nodes = set(), [total.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise NotSupported(
+                "The model uses torch.utils.checkpoint with use_reentrant=True, through which torch.autograd.grad silently gives "
+                "no derivative. Use use_reentrant=False, which is exact."
+            )
+        open_nodes.extend(parent for parent, _ in node.next_functions)
 
 
 def _fingerprint(batch: Any) -> int:

@@ -49,6 +49,7 @@ def session(model: nn.Module | None, *, mode: str, generator: torch.Generator | 
             stack.callback(generator.set_state, generator.get_state())
         if model is not None:
             stack.enter_context(_mode(model, mode))
+            stack.enter_context(_tensor_attributes(model))
             if _holds_compiled_code(model):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -63,6 +64,20 @@ def _mode(model: nn.Module, mode: str) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+@contextmanager
+def _tensor_attributes(model: nn.Module) -> Iterator[None]:
+    """Put back the plain tensors that forward passes hang on modules: caches, weights that a hook computes."""
+    before = [(m, {name: v for name, v in vars(m).items() if isinstance(v, torch.Tensor)}) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, tensors in before:
+            attributes = vars(module)
+            for name in [n for n, v in attributes.items() if isinstance(v, torch.Tensor) and n not in tensors]:
+                del attributes[name]
+            attributes.update(tensors)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 
 __all__ = ["fold", "number", "typeset", "with_error"]
 
@@ -37,7 +38,7 @@ def with_error(value: float | None, stderr: float | None, digits: int = 4) -> st
     An exact value, or one whose error is rounding, stands alone.
 
     Example:
-        >>> with_error(214.3, 2.14), with_error(1.2345e-7, 1.2e-9), with_error(3.0, 0.0)
+        >>> with_error(214.3, 2.14), with_error(1.2344e-7, 1.2e-9), with_error(3.0, 0.0)
         ('214.3 ± 2.1', '(1.234 ± 0.012)e-7', '3.000')
     """
     if value is None or stderr is None or not math.isfinite(value) or not math.isfinite(stderr):
@@ -49,8 +50,9 @@ def with_error(value: float | None, stderr: float | None, digits: int = 4) -> st
         return f"{number(value, _MOST_DIGITS)} ± {number(stderr, 2)}"
     if -4 < exponent < 6:
         return f"{value:,.{max(0, place)}f} ± {stderr:,.{max(0, place)}f}"
-    power, place = 10.0**-exponent, max(0, exponent + place)
-    return f"({value * power:.{place}f} ± {stderr * power:.{place}f})e{exponent}"
+    place = max(0, exponent + place)
+    mantissa, error = (Decimal(x).scaleb(-exponent) for x in (value, stderr))  # 10.0 ** 310 would overflow
+    return f"({mantissa:.{place}f} ± {error:.{place}f})e{exponent}"
 
 
 def fold(value: float | None) -> str:

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flatminima.report.words import VERDICTS, Finding, cost_of, findings, headline, outputs_agree, verdict_of
+from flatminima.trust import Audit, Reading
+from flatminima.trust.verdict import minimum_verdict
+from tests import example_audits
+
+
+def _finding(audit: Audit, title: str) -> Finding:
+    (found,) = [finding for finding in findings(audit) if finding.title == title]
+    return found
+
+
+def test_the_headline_counts_what_survives() -> None:
+    audit = example_audits.realistic()
+    survivors = tuple(row for row in audit.rows if row.verdict == "survives")
+    movers = tuple(row for row in audit.rows if row.verdict == "moves")
+    assert headline(audit) == "5 of 11 numbers survive."
+    assert headline(replace(audit, rows=survivors[:1] + movers)) == "1 of 7 numbers survives."
+    assert headline(replace(audit, rows=survivors)) == "All 5 numbers survive."
+    assert headline(replace(audit, rows=survivors[:1])) == "The number survives."
+    assert headline(replace(audit, rows=movers)) == "None of the 6 numbers survives."
+    assert headline(replace(audit, rows=movers[:1])) == "The number does not survive."
+    assert headline(example_audits.empty()) == "Nothing was measured yet."
+
+
+def test_a_number_that_nobody_pushed_has_not_survived() -> None:
+    audit = example_audits.without_symmetries()
+    assert {verdict_of(row) for row in audit.rows} == {"untested"}
+    assert "untested" in headline(audit)
+    assert [finding.title for finding in findings(audit)] == ["Is this a minimum?", "Not tested"]
+
+
+def test_what_moves_is_named_with_its_largest_factor_and_what_moved_it() -> None:
+    moved = _finding(example_audits.realistic(), "Do not compare between networks")
+    assert ("Hessian trace", "×19,000 by node rescaling") in moved.items
+    assert len(moved.items) == 6
+
+
+def test_defects_and_failures_are_named_with_the_reason() -> None:
+    audit = example_audits.odd()
+    assert _finding(audit, "Do not use").items == (("Defective", "×4 by node rescaling"),)
+    ((name, reason),) = _finding(audit, "No value").items
+    assert name == "Failed"
+    assert "third derivative" in reason
+
+
+def test_every_row_is_in_one_finding() -> None:
+    for audit in (example_audits.realistic(), example_audits.odd(), example_audits.without_symmetries()):
+        assert sum(len(finding.items) for finding in findings(audit)) == len(audit.rows)
+
+
+def test_a_point_in_mid_training_is_bad_news() -> None:
+    audit = example_audits.realistic()
+    assert audit.minimum is not None
+    verdict = minimum_verdict(loss=0.1, gradient_norm=1.0, smallest=-1.0, largest=2.0, noise=1e-9)
+    changed = replace(audit, minimum=replace(audit.minimum, verdict=verdict))
+    assert _finding(changed, "Is this a minimum?").tone == "bad"
+    assert _finding(audit, "Is this a minimum?").tone == "plain"
+
+
+def test_the_largest_difference_of_the_outputs_is_given_unless_one_is_unknown() -> None:
+    assert outputs_agree(example_audits.realistic()) == "8.9×10⁻¹⁵"
+    assert outputs_agree(example_audits.odd()) == "an unknown amount"
+
+
+def test_costs_are_counted_in_words() -> None:
+    assert cost_of(Reading(1.0, num_products=1, num_losses=1200, seconds=0.04)) == "1 product, 1,200 forward passes, 0.0 s"
+
+
+def test_every_verdict_has_a_mark_of_its_own() -> None:
+    assert len({verdict.mark for verdict in VERDICTS.values()}) == len(VERDICTS)
