@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from flatminima.objective import Objective
     from flatminima.operators import GaussNewton, Hessian, as_operator
     from flatminima.symmetries import canonicalize, check_equivalent, find_symmetries, random_equivalent
-    from flatminima.trust import Audit, audit
+    from flatminima.trust import Audit
+    from flatminima.trust.audit import audit
 
     __version__: str
 
@@ -82,7 +83,8 @@ _HOMES = {
     "objective": ("Objective",),
     "operators": ("GaussNewton", "Hessian", "as_operator"),
     "symmetries": ("canonicalize", "check_equivalent", "find_symmetries", "random_equivalent"),
-    "trust": ("Audit", "audit"),
+    "trust": ("Audit",),
+    "trust.audit": ("audit",),
 }
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

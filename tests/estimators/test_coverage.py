@@ -49,7 +49,7 @@ def test_the_counting_agrees_with_the_interval_method() -> None:
 
 @pytest.mark.parametrize("probes", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("stop", [{"num_products": 48}, {"rtol": 0.025}])
+@pytest.mark.parametrize("stop", [{"num_products": 48}, {"rtol": 0.022}])
 def test_trace_covers_the_truth_at_its_stated_level(spectrum: str, probes: str, stop: dict[str, float]) -> None:
     M = rotated(SPECTRA[spectrum])
     A = as_operator(M)
@@ -78,18 +78,19 @@ def test_block_traces_cover_the_truth_at_their_stated_level(probes: str, stop: d
 
 @pytest.mark.parametrize("probes", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("stop", [{"num_products": 48}, {"rtol": 0.0125}])
+@pytest.mark.parametrize("stop", [{"num_products": 48}, {"rtol": 0.011}])
 def test_frobenius_norm_covers_the_truth_at_its_stated_level(spectrum: str, probes: str, stop: dict[str, float]) -> None:
     M = rotated(SPECTRA[spectrum])
     A = as_operator(M)
     truth = torch.linalg.matrix_norm(M)
     if "rtol" in stop and spectrum == "decaying":
-        stop = {"rtol": 0.03}
-    level, _ = coverage(lambda g: frobenius_norm(A, method="hutchinson", probes=probes, generator=g, **stop), truth)
+        stop = {"rtol": 0.025}
+    level, samples = coverage(lambda g: frobenius_norm(A, method="hutchinson", probes=probes, generator=g, **stop), truth)
     assert 0.93 <= level <= 0.97
+    assert samples > 80 or "num_products" in stop
 
 
-@pytest.mark.parametrize("stop", [{"num_products": 16}, {"rtol": 0.1}])
+@pytest.mark.parametrize("stop", [{"num_products": 16}, {"rtol": 0.12}])
 def test_diagonal_entries_cover_the_truth_at_their_stated_level(stop: dict[str, float]) -> None:
     # every one of the entries has to lie within the band, so one entry's share must be known better than by 1,000 runs:
     # with 3,000 the band is 5 standard deviations wide to each side

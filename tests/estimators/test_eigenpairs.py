@@ -28,7 +28,7 @@ def wanted(values: Tensor, k: int, which: str) -> Tensor:
 def check_pairs(A: LinearOperator, pairs: Eigenpairs, values: Tensor, tol: float) -> None:
     """Hold the pairs to their promises: values, order, orthonormal vectors, true residuals."""
     X = pairs.vectors
-    scale = float(values.abs().max()) + 1e-300
+    scale = float(torch.linalg.matrix_norm(A.to_dense(), 2)) + 1e-300
     assert pairs.converged
     assert torch.allclose(pairs.values.double(), values, atol=tol * scale, rtol=0)
     assert (pairs.values.diff() <= 0).all()
@@ -110,6 +110,25 @@ def test_zero_and_one_by_one_matrices_work() -> None:
         check_pairs(one, eigenpairs(one, which=which), torch.tensor([-7.0], dtype=torch.float64), 1e-15)
 
 
+def test_copies_are_told_from_values_of_nearly_the_same_magnitude() -> None:
+    values = torch.tensor([2.01, 1.01, 0, -1, -2], dtype=torch.float64).repeat(11)
+    A = as_operator(rotated(values))
+    for seed in range(20):
+        pairs = eigenpairs(A, 4, which="LM", max_basis=14, generator=rng(seed))
+        check_pairs(A, pairs, torch.full((4,), 2.01, dtype=torch.float64), 1e-9)
+
+
+@pytest.mark.parametrize("n", [60, 104])
+def test_a_space_that_fills_up_with_several_chains_stays_orthonormal(n: int) -> None:
+    # every value twice: the second chain starts where the first one's remainder is rounding
+    for seed in range(5):
+        values = torch.randn(n // 2, generator=rng(seed), dtype=torch.float64).round(decimals=1).repeat(2)
+        A = as_operator(rotated(values, seed))
+        for which in ("BE", "SA"):
+            pairs = eigenpairs(A, 6, which=which, generator=rng(seed))
+            check_pairs(A, pairs, wanted(values, 6, which), 1e-8)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(2, 30).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),
@@ -134,6 +153,15 @@ def test_restarts_find_the_same_pairs_in_bounded_memory(which: str, dtype: torch
     pairs = eigenpairs(A, 3, which=which, max_basis=20, max_products=2000, generator=rng(0))
     check_pairs(A, pairs, wanted(values, 3, which), 1e-3 if dtype == torch.float32 else 1e-8)
     assert pairs.num_products > 20
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_the_scale_of_the_matrix_does_not_matter_even_near_the_ends_of_float32(scale: float) -> None:
+    values = torch.randn(60, generator=rng(0), dtype=torch.float64)
+    A = as_operator((scale * rotated(values)).float())
+    pairs = eigenpairs(A, 3, generator=rng(0))
+    assert pairs.converged
+    assert torch.allclose(pairs.values.double() / scale, wanted(values, 3, "LA"), rtol=1e-5)
 
 
 def test_negating_the_matrix_swaps_the_ends() -> None:
@@ -173,7 +201,7 @@ def test_to_dict_is_json_without_the_vectors() -> None:
 
 def test_bad_arguments_are_named() -> None:
     A = diag(1, 2, 3)
-    with pytest.raises(ValueError, match="`k` must be at least 1. Got 0"):
+    with pytest.raises(ValueError, match=r"`k` must be at least 1\. Got 0"):
         eigenpairs(A, 0)
     with pytest.raises(ValueError, match=r"`k` must be at most 3 \(a matrix of 3 rows has no more eigenvalues\). Got 4"):
         eigenpairs(A, 4)

@@ -114,17 +114,17 @@ def test_bad_arguments_are_named(estimator) -> None:
         estimator(A, max_seconds=-1)
     with pytest.raises(ValueError, match="`max_products` must be at least 2"):
         estimator(A, max_products=1)
-    with pytest.raises(ValueError, match="`method` must be one of .*Did you mean 'hutchinson'"):
+    with pytest.raises(ValueError, match=r"`method` must be one of .*Did you mean 'hutchinson'"):
         estimator(A, method="hutchison")
-    with pytest.raises(TypeError, match="`A` must be a LinearOperator. Got Tensor. Write as_operator"):
+    with pytest.raises(TypeError, match=r"`A` must be a LinearOperator. Got Tensor. Write as_operator"):
         estimator(torch.eye(2))
-    with pytest.raises(TypeError, match="`generator` must be a torch.Generator"):
+    with pytest.raises(TypeError, match=r"`generator` must be a torch.Generator"):
         estimator(A, generator=3)
 
 
 @pytest.mark.parametrize("estimator", [trace, frobenius_norm])
 def test_unknown_probes_are_named(estimator) -> None:
-    with pytest.raises(ValueError, match="`probes` must be one of rademacher, gaussian.*Did you mean 'rademacher'"):
+    with pytest.raises(ValueError, match=r"`probes` must be one of rademacher, gaussian.*Did you mean 'rademacher'"):
         estimator(A, probes="rademacer")
 
 

@@ -65,6 +65,23 @@ def test_mnist_cnn_generalises_and_ends_near_a_minimum(mnist_path: Path) -> None
     assert sum(len(y) for _, y in problem.data) == 2000
 
 
+def _num_dead_units(problem: Problem) -> int:
+    """Count the units and channels that are 0 on every example that is measured."""
+    outputs = torch.cat([x for x, _ in problem.data])
+    num_dead = 0
+    with torch.no_grad():
+        for layer in problem.model.children():
+            outputs = layer(outputs)
+            if isinstance(layer, nn.ReLU):
+                num_dead += int((outputs.transpose(0, 1).flatten(1) == 0).all(dim=1).sum())
+    return num_dead
+
+
+def test_the_digits_networks_have_no_dead_unit(digits_mlp: Problem, digits_cnn: Problem) -> None:
+    assert _num_dead_units(digits_mlp) == 0
+    assert _num_dead_units(digits_cnn) == 0
+
+
 def test_a_build_repeats_bit_for_bit_from_its_seed(digits_mlp: Problem) -> None:
     with torch.no_grad():
         again = problems.build("digits-mlp")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from flatminima.problems import Dataset, Training, evaluate, mlp, train
-from flatminima.problems.training import seeded
+from flatminima.problems.training import _share_of_lr, seeded
 
 
 @pytest.fixture
@@ -68,6 +69,16 @@ def test_one_step_is_one_of_sgd(clouds: Dataset) -> None:
     nn.functional.cross_entropy(by_hand(clouds.inputs), clouds.targets).backward()
     expected = torch.cat([(p - 0.5 * (p.grad + 0.1 * p)).detach().flatten() for p in by_hand.parameters()])
     torch.testing.assert_close(_parameters(model), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_the_rate_rises_then_falls_to_zero() -> None:
+    shares = [_share_of_lr(step, 100) for step in range(100)]
+    assert shares[0] == pytest.approx(0.1)
+    assert max(shares) == pytest.approx(0.975, abs=0.01)
+    assert shares.index(max(shares)) == 9
+    assert all(a > b for a, b in pairwise(shares[9:]))
+    assert shares[-1] < 1e-3
+    assert _share_of_lr(0, 1) == 1.0
 
 
 def test_training_stops_below_the_target_loss(clouds: Dataset) -> None:

@@ -95,7 +95,7 @@ def _of_user(target: str, data: str | None, seed: int) -> Objective:
 
 
 def _import(name: str) -> ModuleType:
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name):
+    if name.endswith(".py") or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name):
         path = name.removesuffix(".py").strip("./\\").replace("/", ".").replace("\\", ".")
         hint = f" Write {path}:function." if path and path != name else ""
         raise TargetError(f"A target is module:function with the module's name as in an import. Got {name!r}.{hint}")

@@ -12,7 +12,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from flatminima import _progress
@@ -24,7 +24,7 @@ from flatminima.trust import Audit
 __all__ = ["print_audit", "print_measures", "progress_bar"]
 
 _STYLES = {"survives": "green", "moves": "yellow", "defect": "bold red", "failed": "red", "untested": "dim", "": ""}
-_WIDTH_WITHOUT_TERMINAL = 120
+_WIDTH_WITHOUT_TERMINAL, _NARROW, _MESSAGE = 120, 100, 44
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def progress_bar(*, hidden: bool) -> Iterator[_progress.Progress]:
         return
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.description}", markup=False, table_column=Column(min_width=_MESSAGE)),  # so that the bar stands still
         BarColumn(bar_width=24),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
@@ -87,6 +87,11 @@ def print_audit(audit: Audit, files: Sequence[Path]) -> None:
 
 def print_measures(declarations: Sequence[Mapping[str, Any]]) -> None:
     """Print what every measure declares of itself."""
+    console = _console()
+    if console.width < _NARROW:
+        for declared in declarations:
+            console.print(_described(declared))
+        return
     kinds = list(dict.fromkeys(kind for declared in declarations for kind in declared["invariances"]))
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     shown.add_column("measure", no_wrap=True)
@@ -94,14 +99,21 @@ def print_measures(declarations: Sequence[Mapping[str, Any]]) -> None:
     for kind in kinds:
         shown.add_column(Text(kind.replace(" ", "\n").replace("-", "-\n")), justify="center", vertical="top")
     for declared in declarations:
-        name = Text(declared["key"], style="bold")
         text = Text(f"{declared['formula']}\n")
         text.append(f"{declared['source']}\n{declared['cost']}\n", style="dim")
         marks = [Text("yes", style="green") if declared["invariances"][kind] else Text("no", style="yellow") for kind in kinds]
-        shown.add_row(name, text, *marks)
-    console = _console()
+        shown.add_row(Text(declared["key"], style="bold"), text, *marks)
     console.print(shown)
-    console.print(Text("yes: a move along this symmetry leaves the value unchanged. Held to by the audit, on your network."))
+    console.print(Text("yes: a move along this symmetry leaves the value unchanged. An audit holds it to that, on your network."))
+
+
+def _described(declared: Mapping[str, Any]) -> Text:
+    """Return a measure as lines, for a terminal too narrow for a table."""
+    unchanged = [kind for kind, invariant in declared["invariances"].items() if invariant]
+    text = Text(declared["key"], style="bold")
+    lines = (declared["formula"], declared["source"], declared["cost"], f"unchanged by: {', '.join(unchanged) or 'nothing'}")
+    text.append("".join(f"\n  {line}" for line in lines) + "\n", style="not bold")
+    return text
 
 
 def _console() -> Console:

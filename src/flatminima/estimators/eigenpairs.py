@@ -78,7 +78,8 @@ def eigenpairs(
     until a missed eigenvalue beyond the k-th would have shown: a direction that it holds with weight 1/√n outgrows the rest
     of the spectrum, as Chebyshev polynomials say, after arccosh(10 √n) / arccosh(1 + 2γ) steps, γ the relative gap. This
     is repeated until nothing new comes up. It takes at most as many steps as the first search took, unless copies *are* found;
-    after a given start, at most what γ = 1/1000 asks for. One pair per end from a random start needs no such check.
+    after a given start, or where that search ended in an invariant space, at most what γ = 1/1000 asks for. One pair per end
+    from a random start needs no such check.
 
     Memory: ``max_basis`` vectors of length n (and as many as are kept for a moment at a restart); each step costs 4 n m
     operations for the orthogonality, m the vectors at hand.
@@ -144,7 +145,7 @@ def _finish(A: LinearOperator, space: KrylovSpace, S: Tensor, rtol: float, is_co
     values = (X * AX).sum(0, dtype=torch.float64)
     order = values.argsort(descending=True)
     values, X, AX = values[order].to(A.dtype), X[:, order], AX[:, order]
-    residuals = torch.linalg.vector_norm(AX - X * values, dim=0)
+    residuals = torch.linalg.vector_norm(AX - X * values, dim=0, dtype=torch.float64).to(A.dtype)
     # the recursion's residuals met the tolerance; the true ones may differ by rounding
     allowed = (rtol + 1e2 * torch.finfo(A.dtype).eps) * float(space.ritz()[0].abs().max())
     converged = is_complete and float(residuals.max()) <= allowed

@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from flatminima.estimators.lanczos import BREAKDOWN, orthogonalise
+from flatminima.estimators.lanczos import BREAKDOWN, length, orthogonalise
 from flatminima.estimators.sampling import check_finite
 from flatminima.operators.base import LinearOperator
 
@@ -49,11 +49,6 @@ class KrylovSpace:
         return tuple(self._candidates)
 
     @property
-    def scale(self) -> float:
-        """Largest ‖A v‖ over the basis vectors so far: a lower bound of A's norm."""
-        return self._scale
-
-    @property
     def is_full(self) -> bool:
         """Whether the basis spans everything, so that T's eigenvalues are A's."""
         return self.dimension == self.A.size
@@ -68,12 +63,12 @@ class KrylovSpace:
             return None
         w = self._random_direction() if v is None else v
         for _ in range(2):  # once more at its new length: w may lie almost in the basis
-            w = w / torch.linalg.vector_norm(w)
+            w = w / length(w)
             w = orthogonalise(w, self._rows[: self.dimension])[0]
-            if float(torch.linalg.vector_norm(w)) <= 1e2 * self._rounding:
+            if length(w) <= 1e2 * self._rounding:
                 return None if v is not None else self.start()
         self._num_chains += 1
-        self._follow(self._num_chains, w / torch.linalg.vector_norm(w), self._rounding)
+        self._follow(self._num_chains, w / length(w), self._rounding)
         return self._num_chains
 
     def expand(self, chain: int) -> None:
@@ -84,14 +79,14 @@ class KrylovSpace:
         self.dimension = m + 1
         w = check_finite(self.A @ self._rows[m])
         self.num_products += 1
-        self._scale = max(self._scale, float(torch.linalg.vector_norm(w)))
+        self._scale = max(self._scale, length(w))
         w, inside = orthogonalise(w, self._rows[: m + 1])
         column = inside.to("cpu", torch.float64)
         self._T[m, : m + 1] = column
         self._T[: m + 1, m] = column
-        length = self._follow(chain, w, self._rounding * self._scale)
+        leaving = self._follow(chain, w, self._rounding * self._scale)
         if chain in self._couplings:
-            self._couplings[chain][m] += length
+            self._couplings[chain][m] += leaving
 
     def _follow(self, chain: int, w: Tensor, tolerance: float) -> float:
         """Make w ``(n,)``, orthogonal to V, the direction of the chain's candidate, and return its length.
@@ -99,18 +94,18 @@ class KrylovSpace:
         The other candidates are turned within the span of all, which leaves Q C as it is. If w were only cleared of them
         instead, the chain would never see what they hide.
         """
-        if self.is_full or float(torch.linalg.vector_norm(w)) <= tolerance:
+        if self.is_full or length(w) <= tolerance:
             return 0.0
         labels = list(self._candidates)
         Q = torch.stack([self._candidates[label] for label in labels]) if labels else self._rows[:0]
         C = torch.stack([self._couplings[label] for label in labels]) if labels else self._T[:0]
         new, across = orthogonalise(w, Q)
         c = across.to("cpu", torch.float64)
-        length = torch.linalg.vector_norm(new)
-        if float(length) > tolerance and self.dimension + len(labels) < self.A.size:
-            Q = torch.cat([Q, (new / length)[None]])
+        beyond = length(new)
+        if beyond > tolerance and self.dimension + len(labels) < self.A.size:
+            Q = torch.cat([Q, self._cleared(new / beyond, Q)[None]])
             C = torch.cat([C, C.new_zeros(1, C.shape[1])])
-            c = torch.cat([c, length.reshape(1).to("cpu", torch.float64)])
+            c = torch.cat([c, c.new_tensor([beyond])])
         else:
             del labels[0]  # w adds no dimension: one of the others becomes this chain's
         turn = _reflection(c)
@@ -118,7 +113,7 @@ class KrylovSpace:
         names = [*labels, chain]
         self._candidates = dict(zip(names, Q, strict=True))
         self._couplings = dict(zip(names, C, strict=True))
-        return float(torch.linalg.vector_norm(c))
+        return length(c)
 
     def ritz(self) -> tuple[Tensor, Tensor]:
         """Return T's eigenvalues ``(m,)``, ascending, and its eigenvectors S ``(m, m)``, in float64."""
@@ -153,6 +148,11 @@ class KrylovSpace:
             row[:kept] = shrunk
         self.dimension = kept
 
+    def _cleared(self, q: Tensor, Q: Tensor) -> Tensor:
+        """Return the unit vector q without what rounding left of V and Q in it, which is much if q is a small difference."""
+        q = orthogonalise(q, torch.cat([self._rows[: self.dimension], Q]))[0] if len(Q) else q
+        return q / length(q)
+
     def _random_direction(self) -> Tensor:
         device = self.A.device if self.generator is None else self.generator.device
         return torch.randn(self.A.size, dtype=self.A.dtype, device=device, generator=self.generator).to(self.A.device)
@@ -164,6 +164,6 @@ def _reflection(c: Tensor) -> Tensor:
     sign = -1.0 if float(u[-1]) > 0 else 1.0  # away from cancellation
     h = u.clone()
     h[-1] -= sign
-    H = torch.eye(c.numel(), dtype=c.dtype) - 2 * torch.outer(h, h) / h.dot(h)
+    H: Tensor = torch.eye(c.numel(), dtype=c.dtype) - 2 * torch.outer(h, h) / h.dot(h)
     H[-1] *= sign
     return H

@@ -13,7 +13,7 @@ from flatminima._progress import Progress, no_progress
 from flatminima.estimators.sampling import check_finite, check_operator
 from flatminima.operators.base import LinearOperator
 
-__all__ = ["BREAKDOWN", "Tridiagonal", "check_start", "lanczos", "orthogonalise"]
+__all__ = ["BREAKDOWN", "Tridiagonal", "check_start", "lanczos", "length", "orthogonalise"]
 
 #: A remainder of A v outside the basis counts as rounding below this many eps times the largest ‖A v‖ seen.
 BREAKDOWN = 100.0
@@ -88,25 +88,30 @@ def lanczos(A: LinearOperator, v0: Tensor, num_steps: int, *, progress: Progress
     v = check_start("v0", v0)
     rows = torch.empty(num_steps, A.size, dtype=A.dtype, device=A.device)
     alphas: list[Tensor] = []
-    betas: list[Tensor] = []
+    betas: list[float] = []
     scale = 0.0
     while True:
         step = len(alphas)
         rows[step] = v
         w = check_finite(A @ v)
-        scale = max(scale, float(torch.linalg.vector_norm(w)))
+        scale = max(scale, length(w))
         w, coefficients = orthogonalise(w, rows[: step + 1])
         alphas.append(coefficients[-1])
-        beta = torch.linalg.vector_norm(w)
+        beta = length(w)
         progress(step + 1, num_steps, "Lanczos")
-        is_invariant = step + 1 == A.size or float(beta) <= BREAKDOWN * torch.finfo(A.dtype).eps * scale
+        is_invariant = step + 1 == A.size or beta <= BREAKDOWN * torch.finfo(A.dtype).eps * scale
         if is_invariant or step + 1 == num_steps:
             break
         betas.append(beta)
         v = w / beta
-    off_diagonal = torch.stack(betas) if betas else v.new_empty(0)
-    remainder = torch.zeros_like(beta) if is_invariant else beta
+    off_diagonal = v.new_tensor(betas)
+    remainder = v.new_tensor(0.0 if is_invariant else beta)
     return Tridiagonal(torch.stack(alphas), off_diagonal, rows[: len(alphas)].T, remainder, is_invariant)
+
+
+def length(w: Tensor) -> float:
+    """Return ‖w‖, summed in float64: the squares of float32 numbers below 1e-19 or above 1e19 leave its range."""
+    return float(torch.linalg.vector_norm(w, dtype=torch.float64))
 
 
 def orthogonalise(w: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

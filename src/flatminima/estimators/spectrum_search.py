@@ -183,7 +183,8 @@ class _Search:
             self.is_met = True
             return
         if self.is_random and self._checked is None:
-            self.longest_check = space.num_products  # so many steps would have brought the copies to convergence too
+            # so many steps would have brought the copies to convergence too; not if it was the space that came to its end
+            self.longest_check = space.num_products
         found = values[wanted]
         if self._checked is None or bool(((found - self._checked).abs() > 2 * goal.rtol * scale).any()):
             self._checked, self.num_steps = found, 0

@@ -39,7 +39,7 @@ def trace(
 
     The intervals of the estimate are Student's t. They suppose that the mean of m terms is nearly normal, which m ≥ 64 (the
     least under ``rtol``) makes true enough for ordinary spectra. Where one eigenvalue holds half of the trace, a 95 % interval
-    covers 93 % at ``rtol=0.05`` and about 91 % with ``num_products=30``.
+    covers 92.5 % at ``rtol=0.05`` and 91 % with ``num_products=30``.
 
     Args:
         A: Symmetric operator, shape ``(n, n)``.

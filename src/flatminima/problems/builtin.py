@@ -17,6 +17,7 @@ from flatminima._checks import check_one_of
 from flatminima._progress import Progress, no_progress
 from flatminima.problems.dataset import Dataset
 from flatminima.problems.digits import digits
+from flatminima.problems.initialisation import center_preactivations
 from flatminima.problems.mnist import mnist
 from flatminima.problems.networks import digits_cnn, mlp, mnist_cnn
 from flatminima.problems.training import Training, TrainingResult, seeded, train
@@ -56,11 +57,15 @@ class Problem:
         return Objective(self.model, self.loss, self.data)
 
 
+#: Training examples over which the start is centred; more would change the means little.
+_NUM_CENTRING = 2000
+
+
 @dataclass(frozen=True)
 class _Recipe:
     description: str
     load: Callable[..., Dataset]
-    network: Callable[[], nn.Module]
+    network: Callable[[], nn.Sequential]
     training: Training
     batch_size: int
     needs_path: bool = False
@@ -73,7 +78,7 @@ _RECIPES: Mapping[str, _Recipe] = MappingProxyType(
             "fully connected 64-32-32-10 with ReLU, on scikit-learn's digits",
             digits,
             partial(mlp, (64, 32, 32, 10)),
-            Training(epochs=60, lr=0.1, batch_size=64),
+            Training(epochs=60, lr=0.05, batch_size=32),
             batch_size=2048,  # all at once: so small a network is faster that way
         ),
         "digits-cnn": _Recipe(
@@ -147,6 +152,7 @@ def build(
     examples = recipe.load(data) if recipe.needs_path else recipe.load()
     with torch.device("cpu"), seeded(seed):
         model = recipe.network()
+        center_preactivations(model, examples.inputs[:_NUM_CENTRING])
         result = train(model, examples, recipe.training, generator=torch.Generator().manual_seed(seed), progress=progress)
     batches = examples.batches(recipe.batch_size, num_examples=recipe.num_measured)
     settings = {

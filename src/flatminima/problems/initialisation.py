@@ -22,7 +22,8 @@ def center_preactivations(model: nn.Sequential, inputs: Tensor) -> None:
         After Salimans & Kingma (2016), "Weight Normalization", section 3, data-dependent initialisation: the shift without the
         scale.
     """
-    layers = list(model)
+    layers, was_training = list(model), model.training
+    model.eval()  # or BatchNorm would count this pass
     with torch.no_grad():
         for layer, following in zip(layers, [*layers[1:], nn.Identity()], strict=True):
             outputs = layer(inputs)
@@ -31,3 +32,4 @@ def center_preactivations(model: nn.Sequential, inputs: Tensor) -> None:
                 layer.bias.sub_(mean)
                 outputs = layer(inputs)
             inputs = outputs
+    model.train(was_training)
