@@ -32,7 +32,8 @@ def test_an_audit_prints_the_table_and_writes_both_files(run: Callable[..., Resu
     audit = Audit.from_json(setup / "deep" / "report" / "report.json")
     assert audit.complete
     assert audit.target == "mysetup:objective"
-    assert audit.command == "flatminima audit mysetup:objective --out deep/report " + " ".join(_FEW)
+    threads = str(audit.settings["threads"])  # chosen by a trial, and stated so that the command repeats every digit
+    assert audit.command == " ".join(["flatminima audit mysetup:objective --out deep/report", *_FEW, "--threads", threads])
     assert [row.key for row in audit.rows] == ["squared-norm", "fisher-rao", "radial-curvature"]
     assert {len(attack.folds) for row in audit.rows for attack in row.attacks} == {2}
     assert (setup / "deep" / "report" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")

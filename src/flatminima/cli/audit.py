@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from flatminima import measures, trust
 from flatminima.cli.entry import INTERRUPTED, complain
 from flatminima.cli.targets import prepare
 from flatminima.cli.terminal import print_audit, progress_bar
+from flatminima.objective import Objective
 from flatminima.report import replacing
 from flatminima.trust import Audit
 
@@ -24,8 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; see ``flatminima audit --help``."""
     folder = _checked_folder(arguments.out)
     chosen = None if arguments.measures is None else [measures.get(name) for name in arguments.measures]
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
+    threads = arguments.threads or torch.get_num_threads()
+    torch.set_num_threads(arguments.threads or (1 if ":" not in arguments.target else threads))  # the built-in ones are small
     latest: list[Audit] = []
     try:
         with progress_bar(hidden=arguments.quiet) as progress:
@@ -38,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
                 seed=arguments.seed,
                 progress=progress,
             )
+            if arguments.threads is None:
+                _use_the_faster_number_of_threads(objective, threads)
             audit = trust.audit(
                 objective,
                 measures=chosen,
@@ -46,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
                 generator=torch.Generator(objective.device).manual_seed(arguments.seed),
                 dtype=None if arguments.dtype == "model" else getattr(torch, arguments.dtype),
                 target=_target(arguments),
-                command=shlex.join(["flatminima", *arguments.command_line]),
+                command=_command(arguments),
                 progress=progress,
                 on_update=latest.append,
             )
@@ -64,6 +68,28 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _target(arguments: argparse.Namespace) -> str:
     return f"{arguments.target} with {Path(arguments.checkpoint).name}" if arguments.checkpoint else str(arguments.target)
+
+
+def _use_the_faster_number_of_threads(objective: Objective, threads: int) -> None:
+    """Try one thread and all of them on a gradient: small networks are slower with more, most of all on a busy machine."""
+
+    def seconds(number: int) -> float:
+        torch.set_num_threads(number)
+        objective.gradient()
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            objective.gradient()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    torch.set_num_threads(min({1, threads}, key=seconds))
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """Return the command line that repeats the run to the last digit: sums depend on the number of threads."""
+    words = ["flatminima", *arguments.command_line]
+    return shlex.join(words if arguments.threads else [*words, "--threads", str(torch.get_num_threads())])
 
 
 def _checked_folder(name: str) -> Path:

@@ -77,9 +77,8 @@ def eigenpairs(
     So when several pairs are asked for, or the start was given, a random vector orthogonal to all that was found is followed
     until a missed eigenvalue beyond the k-th would have shown: a direction that it holds with weight 1/√n outgrows the rest
     of the spectrum, as Chebyshev polynomials say, after arccosh(10 √n) / arccosh(1 + 2γ) steps, γ the relative gap. This
-    is repeated until nothing new comes up. It takes at most as many steps as the first search took, unless copies *are* found;
-    after a given start, or where that search ended in an invariant space, at most what γ = 1/1000 asks for. One pair per end
-    from a random start needs no such check.
+    is repeated until nothing new comes up. It takes at most as many steps as the first search took, or as γ = 1/1000 asks for
+    if that is more, unless copies *are* found. One pair per end from a random start needs no such check.
 
     Memory: ``max_basis`` vectors of length n (and as many as are kept for a moment at a restart); each step costs 4 n m
     operations for the orthogonality, m the vectors at hand.

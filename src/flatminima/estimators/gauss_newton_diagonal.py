@@ -119,7 +119,7 @@ class _Computation:
         per_column = [
             torch.autograd.grad(outputs, targets, column, retain_graph=True, materialize_grads=True) for column in columns
         ]
-        squares = {}
+        squares: dict[str, Tensor] = {}
         for index, name in enumerate(layers):
             deltas = torch.stack([row[index] for row in per_column])
             result = self.rules[name].squares(calls[name][0][0], deltas, signs, diagonal=self.diagonal)

@@ -17,7 +17,7 @@ __all__ = ["Goal", "search"]
 
 #: Fewest steps of a check for missed copies: the range of the spectrum is not known before.
 _MIN_CHECK = 5
-#: After a given start: missed values nearer to the wanted ones than this part of the other values' range are let go.
+#: Missed values nearer to the wanted ones than this part of the other values' range may be let go after a short search.
 _RESOLUTION = 1e-3
 
 
@@ -119,7 +119,6 @@ class _Search:
         self.fresh = list(space.chains)
         self.needs_check = not is_random or goal.k > 1
         self.longest_check = _steps_to_show(_RESOLUTION, space.A.size)
-        self.is_random = is_random
         self.is_met = False
         self.check_chain: int | None = None
         self.num_steps = 0
@@ -182,9 +181,9 @@ class _Search:
         if not self.needs_check:
             self.is_met = True
             return
-        if self.is_random and self._checked is None:
-            # so many steps would have brought the copies to convergence too; not if it was the space that came to its end
-            self.longest_check = space.num_products
+        if self._checked is None:
+            # from a random start, so many steps bring the copies to convergence too, unless the space was near its end
+            self.longest_check = max(self.longest_check, float(space.num_products))
         found = values[wanted]
         if self._checked is None or bool(((found - self._checked).abs() > 2 * goal.rtol * scale).any()):
             self._checked, self.num_steps = found, 0
