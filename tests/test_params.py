@@ -47,8 +47,8 @@ def test_a_wrong_length_and_a_wrong_pick_are_refused() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(ValueError, match=r"must have shape \(3,\)"):
         ParameterSpace.of(model).unflatten(torch.zeros(4))
-    with pytest.raises(TypeError, match="name patterns, modules or parameters. Got int"):
+    with pytest.raises(TypeError, match=r"name patterns, modules or parameters. Got int"):
         ParameterSpace.of(model, params=[3])  # type: ignore[list-item]
     model.bias.requires_grad_(False)
-    with pytest.raises(ValueError, match="must pick trainable parameters. Got frozen bias"):
+    with pytest.raises(ValueError, match=r"must pick trainable parameters. Got frozen bias"):
         ParameterSpace.of(model, params="bias")

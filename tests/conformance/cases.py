@@ -157,6 +157,11 @@ def _mixed_norms() -> nn.Module:
     )  # fmt: skip
 
 
+def _cnn3d() -> nn.Module:
+    convolution = nn.Conv3d(1, 2, (1, 3, 1), padding="same")
+    return nn.Sequential(convolution, nn.BatchNorm3d(2), nn.ReLU(), nn.AvgPool3d(2), nn.Flatten(), nn.Linear(2, 3))
+
+
 _weights = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
 CASES = [
     Case("relu mlp", lambda: _mlp(nn.ReLU), F.cross_entropy, (4,), "classes", piecewise_linear=True),
@@ -179,8 +184,7 @@ CASES = [
     Case("strided, grouped, dilated convolutions", lambda: _initialised(_cnn2d, (2, 6, 6)), F.cross_entropy, (2, 6, 6), "classes",
          piecewise_linear=True),
     Case("convolution 1d, group and layer norm", _mixed_norms, F.cross_entropy, (2, 5), "classes"),
-    Case("convolution 3d", lambda: nn.Sequential(nn.Conv3d(1, 2, (1, 3, 1), padding="same"), nn.BatchNorm3d(2), nn.ReLU(), nn.AvgPool3d(2),
-         nn.Flatten(), nn.Linear(2, 3)), F.cross_entropy, (1, 2, 2, 2), "classes", piecewise_linear=True),
+    Case("convolution 3d", _cnn3d, F.cross_entropy, (1, 2, 2, 2), "classes", piecewise_linear=True),
     Case("dense prediction", lambda: nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 3, 1)), F.cross_entropy,
          (1, 2, 3), "classes"),
     Case("residual", Residual, F.cross_entropy, (4,), "classes", piecewise_linear=True),

@@ -97,7 +97,12 @@ def _add_audit(commands: argparse._SubParsersAction[_Parser], common: _Parser) -
     add("--seed", metavar="N", type=_seed, default=0, help="seed of training, moves and probes (default %(default)s)")
     add("--dtype", choices=DTYPES, default="float64", help="precision to compute in (default %(default)s)")
     add("--device", metavar="DEVICE", help="where to compute: cpu, cuda, … (default: where the target's model is)")
-    add("--threads", metavar="N", type=_positive(int), help="threads on the CPU (default: one or all, whichever computes a gradient faster)")
+    add(
+        "--threads",
+        metavar="N",
+        type=_positive(int),
+        help="threads on the CPU (default: one or all, whichever computes a gradient faster)",
+    )
     add("--quiet", action="store_true", help="print nothing but errors")
     audit.set_defaults(run=_run_audit)
 

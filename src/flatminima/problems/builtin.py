@@ -57,7 +57,7 @@ class Problem:
         return Objective(self.model, self.loss, self.data)
 
 
-#: Training examples over which the start is centred; more would change the means little.
+#: Training examples over which the start is centred.
 _NUM_CENTRING = 2000
 
 

@@ -24,7 +24,7 @@ _EVALUATION_BATCH = 1000
 @dataclass(frozen=True)
 class Training:
     """How to train: SGD with Nesterov momentum on the cross-entropy, its rate rising over the first tenth of the steps, then
-    falling to 0 along a half cosine. Without the rise the first steps switch off many ReLU units for good.
+    falling to 0 along a half cosine. Without the rise the first steps can switch off ReLU units for good.
 
     Attributes:
         epochs: Passes over the training examples, at most; at least 1.
@@ -32,8 +32,8 @@ class Training:
         batch_size: Examples in a minibatch.
         momentum: Momentum, in [0, 1).
         weight_decay: Weight decay, on all parameters.
-        settle_epochs: So many of the last epochs run in eval mode. What is measured later is the network in eval mode, and a
-            network with BatchNorm reaches a small gradient there only when it is trained there.
+        settle_epochs: So many of the last epochs run in eval mode, in which the network is measured later. With BatchNorm that
+            is another function than in train mode, so it is trained there too.
         target_loss: Stop after the first epoch that ends with the training loss below this; 0 never stops early.
     """
 
