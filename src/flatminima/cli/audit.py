@@ -71,7 +71,10 @@ def _target(arguments: argparse.Namespace) -> str:
 
 
 def _use_the_faster_number_of_threads(objective: Objective, threads: int) -> None:
-    """Try one thread and all of them on a gradient: small networks are slower with more, most of all on a busy machine."""
+    """Use all threads where a gradient takes long enough to share and is clearly faster so; otherwise one.
+
+    Operations of a millisecond are slower with several threads, and on a machine that does other work many times slower.
+    """
 
     def seconds(number: int) -> float:
         torch.set_num_threads(number)
@@ -83,7 +86,9 @@ def _use_the_faster_number_of_threads(objective: Objective, threads: int) -> Non
             times.append(time.perf_counter() - start)
         return min(times)
 
-    torch.set_num_threads(min({1, threads}, key=seconds))
+    alone = seconds(1)
+    if alone < 0.05 or seconds(threads) > 0.75 * alone:
+        torch.set_num_threads(1)
 
 
 def _command(arguments: argparse.Namespace) -> str:
