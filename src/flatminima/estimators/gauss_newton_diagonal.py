@@ -8,7 +8,7 @@ rule is right for which parameter is *checked* on the first batch against plain 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, final
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flatminima._errors import NotSupported
 from flatminima.estimators.layer_squares import LayerRule, rule_for
 from flatminima.objective import Evaluation
-from flatminima.objective.batches import rows
+from flatminima.objective.batches import batch_size, rows
 from flatminima.operators import GaussNewton
 from flatminima.operators.output_hessian import num_columns, output_factor
 from flatminima.params import clean_name
@@ -99,32 +99,36 @@ class _Computation:
             raise NotSupported(f"An exact diagonal needs {self.num_columns} backward passes here, more than {MAX_COLUMNS}.")
         if not self.checked:
             self._check(evaluation, outputs, calls, leaves)
-        try:
-            columns, signs = output_factor(self.evaluator, evaluation, outputs.detach())
-        except ValueError as error:
-            raise NotSupported(str(error)) from error
-        squares = self._by_rules(outputs, columns, signs, calls)
+        squares = self._by_rules(evaluation, outputs, calls)
         others = {name: leaf for name, leaf in leaves.items() if name not in squares}
         if others:
-            squares |= self._per_example(evaluation, columns, signs, leaves, others)
+            squares |= self._per_example(evaluation, leaves, others)
         return torch.cat([squares[name].reshape(-1).to(self.dtype) for name in self.objective.space.names])
 
     def _by_rules(
-        self, outputs: Tensor, columns: Tensor, signs: Tensor, calls: Mapping[str, list[tuple[Tensor, Tensor]]]
+        self, evaluation: Evaluation, outputs: Tensor, calls: Mapping[str, list[tuple[Tensor, Tensor]]]
     ) -> dict[str, Tensor]:
+        """Send every column back through the layers once, and let each layer add up its squares."""
         layers = [name for name in self.rules if len(calls.get(name, ())) == 1]
-        if not layers or not len(columns):
+        if not layers or self.num_columns == 0:
             return {}
         targets = [calls[name][0][1] for name in layers]
-        per_column = [
-            torch.autograd.grad(outputs, targets, column, retain_graph=True, materialize_grads=True) for column in columns
-        ]
+        sums = [self.rules[name].squares(calls[name][0][0], diagonal=self.diagonal) for name in layers]
+        for column, signs in self._columns(evaluation, outputs):
+            deltas = torch.autograd.grad(outputs, targets, column, retain_graph=True, materialize_grads=True)
+            for layer, delta in zip(sums, deltas, strict=True):
+                layer.add(delta, signs)
         squares: dict[str, Tensor] = {}
-        for index, name in enumerate(layers):
-            deltas = torch.stack([row[index] for row in per_column])
-            result = self.rules[name].squares(calls[name][0][0], deltas, signs, diagonal=self.diagonal)
+        for name, layer in zip(layers, sums, strict=True):
+            result = layer.result()
             squares |= {full: result[short] for short, full in self._parameters(name).items()}
         return squares
+
+    def _columns(self, evaluation: Evaluation, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        try:
+            return output_factor(self.evaluator, evaluation, outputs.detach())
+        except ValueError as error:
+            raise NotSupported(str(error)) from error
 
     def _check(
         self,
@@ -135,6 +139,7 @@ class _Computation:
     ) -> None:
         """Drop each rule that disagrees with a plain backward pass, and refuse coupled examples."""
         self.checked = True
+        self._columns(evaluation, outputs)  # refuses a loss that couples examples
         generator = torch.Generator(outputs.device).manual_seed(0)
         column = torch.empty_like(outputs).normal_(generator=generator)
         tolerance = 1e4 * torch.finfo(outputs.dtype).eps
@@ -157,33 +162,34 @@ class _Computation:
 
     def _check_independence(self, outputs: Tensor, column: Tensor, evaluation: Evaluation, leaves: Mapping[str, Tensor]) -> None:
         """An example's outputs alone must be what they are in the batch: otherwise G has no closed form per example."""
+        coupled = NotSupported("The examples of a batch are coupled (batch statistics?): no closed form per example.")
         if outputs.shape[0] < 2:
             if self.evaluator.mode == "train":
-                raise NotSupported("In train mode the examples of a batch may be coupled.")
+                raise coupled
             return
-        with torch.no_grad():
-            alone = self.evaluator.evaluate(rows(evaluation.batch, 0, 1), leaves).outputs
+        try:
+            with torch.no_grad():
+                alone = self.evaluator.evaluate(rows(evaluation.batch, 0, 1), leaves).outputs
+        except (RuntimeError, ValueError) as error:  # batch statistics of a single example do not exist
+            raise coupled from error
         self.calls = {}
         scale = outputs.detach().abs().max()
         if alone is None or alone.shape[1:] != outputs.shape[1:] or (alone[0] - outputs[0]).abs().max() > 1e-3 * scale:
-            raise NotSupported("The examples of a batch are coupled (batch statistics?): no closed form per example.")
+            raise coupled
 
     def _per_example(
-        self,
-        evaluation: Evaluation,
-        columns: Tensor,
-        signs: Tensor,
-        leaves: Mapping[str, Tensor],
-        wanted: Mapping[str, Tensor],
+        self, evaluation: Evaluation, leaves: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return the squares of parameters without a rule, from gradients of one example at a time."""
         totals = {name: torch.zeros_like(leaf) for name, leaf in wanted.items()}
-        for index in range(columns.shape[1]):
-            outputs = self.evaluator.evaluate(rows(evaluation.batch, index, index + 1), leaves).outputs
+        for index in range(batch_size(evaluation.batch)):
+            alone = self.evaluator.evaluate(rows(evaluation.batch, index, index + 1), leaves)
             self.calls = {}
-            assert outputs is not None
-            for column, sign in zip(columns[:, index : index + 1], signs[:, index], strict=True):
-                gradients = torch.autograd.grad(outputs, list(wanted.values()), column, retain_graph=True, materialize_grads=True)
+            assert alone.outputs is not None
+            for column, sign in self._columns(alone, alone.outputs):
+                gradients = torch.autograd.grad(
+                    alone.outputs, list(wanted.values()), column, retain_graph=True, materialize_grads=True
+                )
                 for name, gradient in zip(wanted, gradients, strict=True):
                     totals[name] += sign * gradient.square()
         return totals if self.diagonal else {name: total.sum() for name, total in totals.items()}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["LayerRule", "rule_for"]
+__all__ = ["LayerRule", "Squares", "rule_for"]
 
 
 class LayerRule(ABC):
@@ -25,15 +25,25 @@ class LayerRule(ABC):
         """Return the gradient of every example, by parameter name, ``(batch, *shape)``; forms them (for checks)."""
 
     @abstractmethod
-    def squares(self, x: Tensor, deltas: Tensor, signs: Tensor, *, diagonal: bool) -> dict[str, Tensor]:
-        """Return Σ over columns c and examples b of σ_cb g_cb² by parameter name.
+    def squares(self, x: Tensor, *, diagonal: bool) -> Squares:
+        """Return an empty sum of squares for a batch with this input, ``(batch, …)``.
 
         Args:
-            x: Input, ``(batch, …)``.
-            deltas: Derivatives in the output, ``(columns, batch, …)``.
-            signs: σ, ``(columns, batch)``.
-            diagonal: Whether to return the squares entry by entry, in the parameter's shape, or their sum, ``()``.
+            x: The layer's input.
+            diagonal: Whether squares are wanted entry by entry, in the parameter's shape, or as their sum, ``()``.
         """
+
+
+class Squares(ABC):
+    """Σ over columns c and examples b of σ_cb g_cb² for one layer's parameters, added up column by column."""
+
+    @abstractmethod
+    def add(self, delta: Tensor, signs: Tensor) -> None:
+        """Add a column: the derivative in the layer's output, ``(batch, …)``, and σ, ``(batch,)``."""
+
+    @abstractmethod
+    def result(self) -> dict[str, Tensor]:
+        """Return the squares by parameter name, flat or summed."""
 
 
 def rule_for(module: nn.Module, *, training: bool) -> LayerRule | None:
@@ -56,17 +66,13 @@ def rule_for(module: nn.Module, *, training: bool) -> LayerRule | None:
 
 
 class _Arrangement(ABC):
-    """How a layer's input and output become matrices over positions: x ``(batch, groups, T, I)``, δ ``(…, groups, T, O)``."""
+    """How a layer's input and output become matrices over positions: x ``(batch, groups, T, I)``, δ ``(batch, groups, T, O)``."""
 
     @abstractmethod
     def inputs(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
     def derivatives(self, delta: Tensor) -> Tensor: ...
-
-    def weight_shape(self, x: Tensor, delta: Tensor) -> tuple[int, ...]:
-        """Return the shape of the weight that the (groups, O, I) squares are viewed in; -1 entries are inferred."""
-        return (delta.shape[-3] * delta.shape[-1], x.shape[-1])
 
 
 @final
@@ -75,7 +81,7 @@ class _Positions(_Arrangement):
         return x.reshape(x.shape[0], 1, -1, x.shape[-1])
 
     def derivatives(self, delta: Tensor) -> Tensor:
-        return delta.reshape(*delta.shape[:2], 1, -1, delta.shape[-1])
+        return delta.reshape(delta.shape[0], 1, -1, delta.shape[-1])
 
 
 @final
@@ -100,8 +106,8 @@ class _Patches(_Arrangement):
         return x.reshape(batch, module.groups, x.shape[2 : 2 + space].numel(), -1)
 
     def derivatives(self, delta: Tensor) -> Tensor:
-        columns, batch, channels = delta.shape[:3]
-        return delta.reshape(columns, batch, self.module.groups, channels // self.module.groups, -1).transpose(-1, -2)
+        batch, channels = delta.shape[:2]
+        return delta.reshape(batch, self.module.groups, channels // self.module.groups, -1).transpose(-1, -2)
 
 
 @final
@@ -112,39 +118,73 @@ class _Matrix(LayerRule):
         self.arrangement = arrangement
 
     def gradients(self, x: Tensor, delta: Tensor) -> dict[str, Tensor]:
-        X, D = self.arrangement.inputs(x), self.arrangement.derivatives(delta[None])[0]
+        X, D = self.arrangement.inputs(x), self.arrangement.derivatives(delta)
         return {"weight": torch.einsum("bgto,bgti->bgoi", D, X).flatten(1), "bias": D.sum(2).flatten(1)}
 
-    def squares(self, x: Tensor, deltas: Tensor, signs: Tensor, *, diagonal: bool) -> dict[str, Tensor]:
-        X, D = self.arrangement.inputs(x), self.arrangement.derivatives(deltas)
-        bias = torch.einsum("cb,cbgo->go", signs, D.sum(3).square())
-        if X.shape[2] == 1:  # one position: the squares factorise
-            S = torch.einsum("cb,cbgo->bgo", signs, D.squeeze(3).square())
-            weight = torch.einsum("bgo,bgi->goi", S, X.squeeze(2).square())
-        elif diagonal or not _gram_is_cheaper(X, D):
-            weight = _squares_over_positions(X, D, signs)
-        else:
-            gram = torch.einsum("bgti,bgsi->bgts", X, X)
-            weight = sum(
-                (torch.einsum("b,bgts,bgts->", sign, torch.einsum("bgto,bgso->bgts", d, d), gram)
-                for sign, d in zip(signs, D, strict=True)), torch.zeros((), dtype=x.dtype, device=x.device)
-            )  # fmt: skip
-        return {"weight": weight.flatten(), "bias": bias.flatten()} if diagonal else {"weight": weight.sum(), "bias": bias.sum()}
+    def squares(self, x: Tensor, *, diagonal: bool) -> Squares:
+        X = self.arrangement.inputs(x)
+        if X.shape[2] == 1:
+            return _OnePosition(self.arrangement, X.squeeze(2), diagonal)
+        return _ManyPositions(self.arrangement, X, diagonal)
+
+
+@final
+class _OnePosition(Squares):
+    """The squares factorise, (δ xᵀ)² = δ² (x²)ᵀ: columns add up in δ², and one product ends the batch."""
+
+    def __init__(self, arrangement: _Arrangement, X: Tensor, diagonal: bool) -> None:
+        self.arrangement, self.X, self.diagonal = arrangement, X, diagonal
+        self.S: Tensor | None = None
+
+    def add(self, delta: Tensor, signs: Tensor) -> None:
+        D = self.arrangement.derivatives(delta).squeeze(2)
+        part = signs[:, None, None] * D.square()
+        self.S = part if self.S is None else self.S.add_(part)
+
+    def result(self) -> dict[str, Tensor]:
+        assert self.S is not None
+        if self.diagonal:
+            weight = torch.einsum("bgo,bgi->goi", self.S, self.X.square())
+            return {"weight": weight.flatten(), "bias": self.S.sum(0).flatten()}
+        return {"weight": (self.S.sum(2) * self.X.square().sum(2)).sum(), "bias": self.S.sum()}
+
+
+@final
+class _ManyPositions(Squares):
+    """Gradients Σ_t δ_t x_tᵀ are formed and squared, or their sums of squares come from Gram matrices."""
+
+    def __init__(self, arrangement: _Arrangement, X: Tensor, diagonal: bool) -> None:
+        self.arrangement, self.X, self.diagonal = arrangement, X, diagonal
+        self.gram: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def add(self, delta: Tensor, signs: Tensor) -> None:
+        D = self.arrangement.derivatives(delta)
+        weight, bias = self._weight(D, signs), torch.einsum("b,bgo->go", signs, D.sum(2).square())
+        self.weight = weight if self.weight is None else self.weight.add_(weight)
+        self.bias = bias if self.bias is None else self.bias.add_(bias)
+
+    def _weight(self, D: Tensor, signs: Tensor) -> Tensor:
+        if self.diagonal or not _gram_is_cheaper(self.X, D):
+            squares = torch.einsum("bgto,bgti->bgoi", D, self.X).square_()
+            return torch.einsum("b,bgoi->goi" if self.diagonal else "b,bgoi->", signs, squares)
+        if self.gram is None:
+            self.gram = torch.einsum("bgti,bgsi->bgts", self.X, self.X)
+        return torch.einsum("b,bgts,bgts->", signs, torch.einsum("bgto,bgso->bgts", D, D), self.gram)
+
+    def result(self) -> dict[str, Tensor]:
+        assert self.weight is not None
+        assert self.bias is not None
+        if self.diagonal:
+            return {"weight": self.weight.flatten(), "bias": self.bias.flatten()}
+        return {"weight": self.weight, "bias": self.bias.sum()}
 
 
 def _gram_is_cheaper(X: Tensor, D: Tensor) -> bool:
     """Compare T²(I + O) with T·I·O multiplications per example, group and column."""
     T, width_in, width_out = X.shape[2], X.shape[3], D.shape[-1]
     return T * (width_in + width_out) < width_in * width_out
-
-
-def _squares_over_positions(X: Tensor, D: Tensor, signs: Tensor) -> Tensor:
-    """Return Σ σ (Σ_t δ_t x_tᵀ)², ``(groups, O, I)``, one column at a time to bound memory."""
-    total = torch.zeros(X.shape[1], D.shape[-1], X.shape[3], dtype=X.dtype, device=X.device)
-    for sign, d in zip(signs, D, strict=True):
-        gradient = torch.einsum("bgto,bgti->bgoi", d, X)
-        total += torch.einsum("b,bgoi->goi", sign, gradient.square_())
-    return total
 
 
 @final
@@ -155,20 +195,17 @@ class _Affine(LayerRule):
         self.module, self.channels = module, channels
 
     def gradients(self, x: Tensor, delta: Tensor) -> dict[str, Tensor]:
-        weight, bias = self._per_example(x, delta[None])
-        return {"weight": weight[0].flatten(1), "bias": bias[0].flatten(1)}
+        return {"weight": self.reduce(delta * self._normalised(x)).flatten(1), "bias": self.reduce(delta).flatten(1)}
 
-    def squares(self, x: Tensor, deltas: Tensor, signs: Tensor, *, diagonal: bool) -> dict[str, Tensor]:
-        result = {}
-        for name, gradient in zip(("weight", "bias"), self._per_example(x, deltas), strict=True):
-            squares = torch.einsum("cb,cbp->p", signs, gradient.flatten(2).square())
-            result[name] = squares if diagonal else squares.sum()
-        return result
+    def squares(self, x: Tensor, *, diagonal: bool) -> Squares:
+        return _AffineSquares(self, self._normalised(x), diagonal)
 
-    def _per_example(self, x: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
-        """Return γ's and β's gradient of every column and example, ``(columns, batch, *shape)``."""
-        normalised = self._normalised(x)
-        return self._reduce(deltas * normalised), self._reduce(deltas)
+    def reduce(self, values: Tensor) -> Tensor:
+        """Sum over everything but examples and the parameter's own axes."""
+        if self.channels > 0:
+            return values.flatten(2).sum(2) if values.ndim > 2 else values
+        kept = values.shape[self.channels :]
+        return values.reshape(values.shape[0], -1, *kept).sum(1)
 
     def _normalised(self, x: Tensor) -> Tensor:
         match self.module:
@@ -184,9 +221,18 @@ class _Affine(LayerRule):
             case _:
                 raise AssertionError("rule_for gives no other module")
 
-    def _reduce(self, values: Tensor) -> Tensor:
-        """Sum over everything but columns, examples and the parameter's own axes."""
-        if self.channels > 0:
-            return values.flatten(3).sum(3) if values.ndim > 3 else values
-        kept = values.shape[self.channels :]
-        return values.reshape(*values.shape[:2], -1, *kept).sum(2)
+
+@final
+class _AffineSquares(Squares):
+    def __init__(self, rule: _Affine, normalised: Tensor, diagonal: bool) -> None:
+        self.rule, self.normalised, self.diagonal = rule, normalised, diagonal
+        self.totals: dict[str, Tensor] = {}
+
+    def add(self, delta: Tensor, signs: Tensor) -> None:
+        for name, values in (("weight", delta * self.normalised), ("bias", delta)):
+            squares = torch.einsum("b,bp->p", signs, self.rule.reduce(values).flatten(1).square())
+            part = squares if self.diagonal else squares.sum()
+            self.totals[name] = self.totals[name] + part if name in self.totals else part
+
+    def result(self) -> dict[str, Tensor]:
+        return self.totals

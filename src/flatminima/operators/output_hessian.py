@@ -6,7 +6,7 @@ for every other loss the product comes from autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,32 +49,31 @@ def output_product(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: T
     return _autograd_product(evaluator, evaluation, outputs)
 
 
-def output_factor(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return columns s and signs σ with Λ = Σ_c σ_c s_c s_cᵀ, each column within one example.
+def output_factor(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    r"""Return columns s and signs σ with Λ = Σ_c σ_c s_c s_cᵀ, one after the other, each column within one example.
 
     For softmax cross-entropy the K−1 columns of the Cholesky factor of diag(p) − ppᵀ (Tanabe & Sagae 1992): column j is
     √(p_j q_j / q_{j−1}) (e_j − p_{>j} / q_j) with the tail sums q_j = Σ_{k>j} p_k, which lose no digit however small p is.
 
+    Args:
+        evaluator: Tells the loss and its settings.
+        evaluation: The batch's evaluation.
+        outputs: The outputs, detached.
+
     Returns:
-        Columns, shape ``(C, *outputs.shape)``, and signs ``(C, batch)``, where C is the number of columns one example needs:
-        K−1 per position for cross-entropy, the number of its outputs for the others.
+        ``num_columns`` pairs of a column in the outputs' shape and signs ``(batch,)``.
 
     Raises:
         ValueError: If the loss couples examples, so that Λ has no factor within one example.
     """
     loss, targets, options = evaluator.loss, evaluation.targets, evaluator.loss_options(outputs)
     if loss.name == "cross_entropy":
-        classes = _class_dim(outputs)
-        root = _softmax_factor(outputs.softmax(classes).movedim(classes, -1))  # (batch, *positions, K, K-1)
-        root = root * _row_weights(outputs, targets, options)[..., None, None].sqrt()
-        columns = _spread_positions(root)  # (C, batch, *positions, K)
-        return columns.movedim(-1, classes + 1), torch.ones_like(columns[:, :, :1].flatten(2)[..., 0])
-    if loss.name in ("mse", "bce_with_logits"):
-        diagonal = torch.full_like(outputs, 2.0) if loss.name == "mse" else _logistic_curvature(outputs, targets, options)
-        flat = diagonal.flatten(1)
-        columns = torch.diag_embed(flat.sqrt()).movedim(-1, 0).reshape(flat.shape[1], *outputs.shape)
-        return columns, torch.ones(columns.shape[:2], dtype=outputs.dtype, device=outputs.device)
-    return _autograd_factor(_autograd_product(evaluator, evaluation, outputs), outputs)
+        return _softmax_columns(outputs, _row_weights(outputs, targets, options))
+    if loss.name == "mse":
+        return _diagonal_columns(torch.full_like(outputs, 2.0))
+    if loss.name == "bce_with_logits":
+        return _diagonal_columns(_logistic_curvature(outputs, targets, options))
+    return _autograd_columns(_autograd_product(evaluator, evaluation, outputs), outputs)
 
 
 def _class_dim(outputs: Tensor) -> int:
@@ -95,26 +94,34 @@ def _row_weights(outputs: Tensor, targets: Tensor, options: Mapping[str, Any]) -
     return torch.where(kept, (1 - smoothing) * own + smoothing * w.mean(), 0.0)
 
 
-def _softmax_factor(p: Tensor) -> Tensor:
-    """Return S ``(..., K, K-1)`` with S Sᵀ = diag(p) − ppᵀ for probabilities p ``(..., K)``."""
+def _softmax_columns(outputs: Tensor, row_weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    classes = _class_dim(outputs)
+    p = outputs.softmax(classes).movedim(classes, -1)  # (batch, *positions, K)
+    num_classes = p.shape[-1]
+    p = p.reshape(p.shape[0], -1, num_classes)
+    weight = row_weights.reshape(p.shape[:2])
     tail = p.flip(-1).cumsum(-1).flip(-1)  # tail_j = Σ_{k>=j} p_k
-    rest = tail[..., 1:]
-    scale = (p[..., :-1] * rest / tail[..., :-1]).nan_to_num(0.0).clamp_min(0).sqrt()
-    ratio = (p[..., None, :] / rest[..., :, None]).nan_to_num(0.0, 0.0, 0.0)  # p_k / q_j
-    later = torch.ones(p.shape[-1] - 1, p.shape[-1], dtype=p.dtype, device=p.device).triu(1)
-    root = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)[:-1] - ratio * later
-    return (scale[..., None] * root).transpose(-1, -2)
+    rest = tail[..., 1:]  # q_j = Σ_{k>j} p_k
+    scale = (weight[..., None] * p[..., :-1] * rest / tail[..., :-1]).nan_to_num(0.0).clamp_min(0).sqrt()
+    signs = torch.ones(p.shape[0], dtype=p.dtype, device=p.device)
+    shape = (outputs.shape[0], *outputs.shape[classes + 1 :], num_classes)
+    for position in range(p.shape[1]):
+        for j in range(num_classes - 1):
+            column = torch.zeros_like(p)
+            s = scale[:, position, j]
+            column[:, position, j] = s
+            ratio = (p[:, position, j + 1 :] / rest[:, position, j, None]).nan_to_num(0.0, 0.0, 0.0)
+            column[:, position, j + 1 :] = -s[:, None] * ratio
+            yield column.reshape(shape).movedim(-1, classes), signs
 
 
-def _spread_positions(root: Tensor) -> Tensor:
-    """Give every position of an example its own columns: ``(batch, *positions, K, R)`` -> ``(P·R, batch, *positions, K)``."""
-    batch, positions, (num_classes, rank) = root.shape[0], root.shape[1:-2], root.shape[-2:]
-    count = positions.numel()
-    flat = root.reshape(batch, count, num_classes, rank)
-    spread = torch.zeros(count, rank, batch, count, num_classes, dtype=root.dtype, device=root.device)
-    index = torch.arange(count, device=root.device)
-    spread[index, :, :, index] = flat.permute(1, 3, 0, 2)
-    return spread.reshape(count * rank, batch, *positions, num_classes)
+def _diagonal_columns(diagonal: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    root = diagonal.flatten(1).sqrt()
+    signs = torch.ones(root.shape[0], dtype=root.dtype, device=root.device)
+    for k in range(root.shape[1]):
+        column = torch.zeros_like(root)
+        column[:, k] = root[:, k]
+        yield column.reshape(diagonal.shape), signs
 
 
 def _logistic_curvature(outputs: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Tensor:
@@ -140,7 +147,7 @@ def _autograd_product(evaluator: ModelEvaluator, evaluation: Evaluation, outputs
     return product
 
 
-def _autograd_factor(product: Callable[[Tensor], Tensor], outputs: Tensor) -> tuple[Tensor, Tensor]:
+def _autograd_columns(product: Callable[[Tensor], Tensor], outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Form Λ of each example from one product per output, and split it by its eigenvectors."""
     batch, width = outputs.shape[0], outputs[0].numel()
     dense = torch.stack([product(_unit(outputs, k)).reshape(batch, width) for k in range(width)], dim=2)  # (batch, width, width)
@@ -148,12 +155,11 @@ def _autograd_factor(product: Callable[[Tensor], Tensor], outputs: Tensor) -> tu
     generator = torch.Generator(outputs.device).manual_seed(0)
     signs = 2 * torch.empty_like(outputs).bernoulli_(generator=generator) - 1
     expected = torch.einsum("bij,bj->bi", dense, signs.reshape(batch, width))
-    difference = (product(signs).reshape(batch, width) - expected).norm()
-    if difference > 1e-3 * expected.norm():
+    if (product(signs).reshape(batch, width) - expected).norm() > 1e-3 * expected.norm():
         raise ValueError("The loss couples examples: its Hessian in the outputs has no factor within one example.")
     values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
     columns = vectors * values.abs().sqrt()[:, None, :]
-    return columns.permute(2, 0, 1).reshape(width, *outputs.shape), values.sign().T
+    return ((columns[:, :, c].reshape(outputs.shape), values[:, c].sign()) for c in range(width))
 
 
 def _unit(outputs: Tensor, k: int) -> Tensor:
