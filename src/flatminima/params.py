@@ -69,6 +69,8 @@ class ParameterSpace:
                 f"Got {len(named)} parameters, none with requires_grad=True. Call requires_grad_(True) on those to measure."
             )
         for name, parameter in chosen.items():
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise ValueError(f"Parameters must have a shape. {name!r} is lazy: run the model once on an input before.")
             if not parameter.dtype.is_floating_point:
                 raise ValueError(
                     f"Parameters must be real floating point numbers. Got {parameter.dtype} for {name!r}. "

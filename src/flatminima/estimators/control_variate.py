@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flatminima.estimators.closed_form import ControlVariate
 from flatminima.estimators.estimate import Estimate
-from flatminima.estimators.quantity import Quantity, by_probes
+from flatminima.estimators.quantity import Quantity, by_probes, by_unit_vectors
 from flatminima.estimators.sampling import MIN_SAMPLES, Plan, check_finite, draw_probes, sample_mean
 from flatminima.operators.base import LinearOperator
 
@@ -61,7 +61,8 @@ def by_control_variate(
     if spent > plan.budget:
         return None
     residual = _Residual(A, variate.known, reduce, plan)
-    sweeps = residual.sweep(layers, _SWEEPS)
+    # Gaussian: a block such as [[1, −1], [−1, 1]] is blind to every fourth pair of Rademacher probes, and would seem to vanish.
+    sweeps = residual.sweep(layers, _SWEEPS, probes="gaussian")
     plan.progress(spent, None, quantity.name)
     active = [layer for layer, vanishes in zip(layers, sweeps.vanishing(layers), strict=True) if not vanishes]
     room = plan.budget - spent
@@ -132,6 +133,8 @@ def _sample_active(
         return sampler.cost * (max(needed, sampler.fewest) if plan.num_products is None else needed)
 
     best = min(samplers, key=price)
+    if residual.A.size < min(price(best), plan.budget - spent):
+        return by_unit_vectors(residual.A, quantity, plan, spent=spent)
     if best is plain:
         return by_probes(residual.A, quantity, plan, spent=spent, may_switch=True)
     samples = sample_mean(
@@ -180,9 +183,9 @@ class _Residual:
     def __init__(self, A: LinearOperator, K: LinearOperator, reduce: Callable[[Tensor], Tensor], plan: Plan) -> None:
         self.A, self.K, self.reduce, self.plan = A, K, reduce, plan
 
-    def sweep(self, layers: Sequence[_Layer], count: int) -> _Sweeps:
+    def sweep(self, layers: Sequence[_Layer], count: int, *, probes: str | None = None) -> _Sweeps:
         """Probe every layer by itself, ``count`` times."""
-        V = _only(draw_probes(self.A, count, self.plan), layers)
+        V = _only(draw_probes(self.A, count, replace(self.plan, probes=probes or self.plan.probes)), layers)
         AV, RV = torch.zeros_like(V), torch.zeros_like(V)
         for start in range(0, len(layers), _AT_ONCE):
             some = layers[start : start + _AT_ONCE]

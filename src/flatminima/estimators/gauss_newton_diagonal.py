@@ -3,12 +3,12 @@ r"""The exact diagonal and block traces of the Gauss–Newton matrix, without pr
 With Λ = Σ_c σ_c s_c s_cᵀ per example, G_pp = (1/T) Σ_b Σ_c σ_c (∂(s_cᵀ o_b)/∂θ_p)² (Ibayashi et al. 2021, Prop. 1, in its
 general form): one backward pass of every column for all examples at once, and per-layer rules for the squares. Parameters
 outside a layer with a rule (embeddings, recurrent cells, shared or functional weights) get per-example gradients instead; which
-rule is right for which parameter is *checked* on the first batch against plain backward passes, not assumed.
+rule is right for which parameter is *checked* on every batch against a plain backward pass, not assumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from flatminima._errors import NotSupported
 from flatminima.estimators.layer_squares import LayerRule, rule_for
 from flatminima.objective import Evaluation
-from flatminima.objective.batches import batch_size, rows
+from flatminima.objective.batches import batch_size, masked, rows
 from flatminima.operators import GaussNewton
-from flatminima.operators.output_hessian import num_columns, output_factor
+from flatminima.operators.output_hessian import check_outputs, num_columns, output_factor
 from flatminima.params import clean_name
 
 __all__ = ["gauss_newton_squares"]
@@ -71,7 +71,6 @@ class _Computation:
             rule = rule_for(module, training=training)
             if rule is not None and self._parameters(name, module):
                 self.rules[name] = rule
-        self.checked = False
 
     def hooked(self) -> ExitStack:
         """Watch the layers that have a rule; the hooks go when the context ends."""
@@ -90,26 +89,28 @@ class _Computation:
     def batch(self, evaluation: Evaluation, leaves: Mapping[str, Tensor]) -> Tensor:
         """Return one batch's squares as one flat vector over all parameters."""
         calls, self.calls = self.calls, {}
-        outputs = evaluation.outputs
-        assert outputs is not None
+        outputs = check_outputs(self.evaluator.loss, evaluation.outputs)
         if not outputs.requires_grad:
             return torch.zeros(self._flat_size(), dtype=self.dtype, device=outputs.device)
         self.num_columns = num_columns(self.evaluator.loss, outputs)
         if self.num_columns > MAX_COLUMNS:
             raise NotSupported(f"An exact diagonal needs {self.num_columns} backward passes here, more than {MAX_COLUMNS}.")
-        if not self.checked:
-            self._check(evaluation, outputs, calls, leaves)
-        squares = self._by_rules(evaluation, outputs, calls)
+        self._columns(evaluation, outputs)  # refuses a loss that couples examples
+        self._check_independence(evaluation, outputs, leaves)
+        squares = self._by_rules(evaluation, outputs, calls, self._right_rules(outputs, calls, leaves))
         others = {name: leaf for name, leaf in leaves.items() if name not in squares}
         if others:
             squares |= self._per_example(evaluation, leaves, others)
         return torch.cat([squares[name].reshape(-1).to(self.dtype) for name in self.objective.space.names])
 
     def _by_rules(
-        self, evaluation: Evaluation, outputs: Tensor, calls: Mapping[str, list[tuple[Tensor, Tensor]]]
+        self,
+        evaluation: Evaluation,
+        outputs: Tensor,
+        calls: Mapping[str, list[tuple[Tensor, Tensor]]],
+        layers: Sequence[str],
     ) -> dict[str, Tensor]:
         """Send every column back through the layers once, and let each layer add up its squares."""
-        layers = [name for name in self.rules if len(calls.get(name, ())) == 1]
         if not layers or self.num_columns == 0:
             return {}
         targets = [calls[name][0][1] for name in layers]
@@ -130,52 +131,53 @@ class _Computation:
         except ValueError as error:
             raise NotSupported(str(error)) from error
 
-    def _check(
-        self,
-        evaluation: Evaluation,
-        outputs: Tensor,
-        calls: Mapping[str, list[tuple[Tensor, Tensor]]],
-        leaves: Mapping[str, Tensor],
-    ) -> None:
-        """Drop each rule that disagrees with a plain backward pass, and refuse coupled examples."""
-        self.checked = True
-        self._columns(evaluation, outputs)  # refuses a loss that couples examples
-        generator = torch.Generator(outputs.device).manual_seed(0)
-        column = torch.empty_like(outputs).normal_(generator=generator)
+    def _right_rules(
+        self, outputs: Tensor, calls: Mapping[str, list[tuple[Tensor, Tensor]]], leaves: Mapping[str, Tensor]
+    ) -> list[str]:
+        """Return the layers whose rule agrees with a plain backward pass of a random column, on this batch."""
+        column = torch.empty_like(outputs).normal_(generator=torch.Generator(outputs.device).manual_seed(0))
+        watched = {name: calls[name][0] for name in self.rules if len(calls.get(name, ())) == 1}  # more calls add up
+        watched = {name: call for name, call in watched.items() if call[1].requires_grad and len(call[1]) == len(outputs)}
+        if not watched:
+            return []
+        own = {name: self._parameters(name) for name in watched}
+        parameters = [leaves[full] for name in watched for full in own[name].values()]
+        targets = [output for _, output in watched.values()]
+        derivatives = torch.autograd.grad(outputs, [*targets, *parameters], column, retain_graph=True, materialize_grads=True)
+        expected = iter(derivatives[len(targets) :])
         tolerance = 1e4 * torch.finfo(outputs.dtype).eps
-        for name in list(self.rules):
-            if len(calls.get(name, ())) != 1:  # unused, or called several times: its gradients add up over the calls
-                del self.rules[name]
-                continue
-            x, output = calls[name][0]
-            (delta,) = torch.autograd.grad(outputs, output, column, retain_graph=True, materialize_grads=True)
-            own = self._parameters(name)
-            expected = torch.autograd.grad(
-                outputs, [leaves[full] for full in own.values()], column, retain_graph=True, materialize_grads=True
-            )
-            found = self.rules[name].gradients(x, delta) if delta.shape[0] == x.shape[0] == outputs.shape[0] else {}
-            for short, reference in zip(own, expected, strict=True):
+        right = []
+        for (name, (x, _)), delta in zip(watched.items(), derivatives, strict=False):
+            found = self.rules[name].gradients(x, delta) if len(x) == len(delta) else {}
+            agrees = True
+            for short in own[name]:
+                reference = next(expected)
                 got = found[short].sum(0).reshape(reference.shape) if short in found else None
-                if got is None or (got - reference).norm() > tolerance * (reference.norm() + delta.norm()):
-                    self.rules.pop(name, None)
-        self._check_independence(outputs, column, evaluation, leaves)
+                agrees &= got is not None and bool((got - reference).norm() <= tolerance * (reference.norm() + delta.norm()))
+            if agrees:
+                right.append(name)
+        return right
 
-    def _check_independence(self, outputs: Tensor, column: Tensor, evaluation: Evaluation, leaves: Mapping[str, Tensor]) -> None:
-        """An example's outputs alone must be what they are in the batch: otherwise G has no closed form per example."""
-        coupled = NotSupported("The examples of a batch are coupled (batch statistics?): no closed form per example.")
-        if outputs.shape[0] < 2:
-            if self.evaluator.mode == "train":
-                raise coupled
-            return
-        try:
-            with torch.no_grad():
-                alone = self.evaluator.evaluate(rows(evaluation.batch, 0, 1), leaves).outputs
-        except (RuntimeError, ValueError) as error:  # batch statistics of a single example do not exist
-            raise coupled from error
-        self.calls = {}
-        scale = outputs.detach().abs().max()
-        if alone is None or alone.shape[1:] != outputs.shape[1:] or (alone[0] - outputs[0]).abs().max() > 1e-3 * scale:
+    def _check_independence(self, evaluation: Evaluation, outputs: Tensor, leaves: Mapping[str, Tensor]) -> None:
+        """Each half of a batch, split at random, must give the outputs that it has in the whole: no row depends on another."""
+        coupled = NotSupported("The examples of a batch are coupled (batch statistics, a sequence?): no closed form per example.")
+        size = batch_size(evaluation.batch)
+        if size != len(outputs) or (size < 2 and self.evaluator.mode == "train"):
             raise coupled
+        if size < 2:
+            return
+        first = torch.rand(size, generator=torch.Generator().manual_seed(0)).argsort() < size // 2
+        for half in (first, ~first):
+            try:
+                with torch.no_grad():
+                    alone = self.evaluator.evaluate(masked(evaluation.batch, half), leaves).outputs
+            except (RuntimeError, ValueError, IndexError) as error:  # batch statistics of a single example do not exist
+                raise coupled from error
+            finally:
+                self.calls = {}
+            whole = outputs.detach()[half.to(outputs.device)]
+            if alone is None or alone.shape != whole.shape or (alone - whole).abs().max() > 1e-3 * whole.abs().max():
+                raise coupled
 
     def _per_example(
         self, evaluation: Evaluation, leaves: Mapping[str, Tensor], wanted: Mapping[str, Tensor]

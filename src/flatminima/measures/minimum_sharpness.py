@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from flatminima._errors import NotSupported
 from flatminima.estimators import Estimate, diagonal
 from flatminima.measures.base import Measure, invariant_to
 from flatminima.objective import Objective
@@ -27,8 +28,9 @@ class MinimumSharpness(Measure):
 
     with the traces w, b of the weights' and biases' blocks; convex, solved to a relative gradient of 1e-12. Without biases it is
     D (∏ Tr H_d)^{1/D}, the paper's closed form, the average over the data taken before the product. The traces are the exact
-    ones of the Gauss–Newton matrix, which in a network that has rescaling symmetries are those of the Hessian. A network without
-    them (tanh) is its own minimum. An l2 term of the objective is left out.
+    ones of the Gauss–Newton matrix, which in a piecewise-linear network are those of the Hessian; elsewhere the value is the
+    least trace of the Gauss–Newton matrix. A network without rescalings (tanh) is its own minimum. An l2 term of the objective
+    is left out.
 
     Attributes:
         biases: Whether the biases count. False leaves out the parameters that are called "bias".
@@ -62,6 +64,12 @@ def smallest_trace(objective: Objective, kind: str, *, biases: bool) -> Estimate
     if not rescalings:
         return Estimate.exact(
             torch.tensor(total, dtype=objective.dtype), method="no rescaling: the trace itself", details={"trace": total}, **cost
+        )
+    outside = [name for name in rescalings[0].parameters if name not in objective.space.shapes]
+    if outside:
+        raise NotSupported(
+            f"A least trace needs all parameters that the rescaling touches. Got a selection without {', '.join(outside[:3])}: "
+            "these could take up any scale, and the minimum would be 0."
         )
     minimum = minimize_over_rescalings(rescalings[0], weights, sign=-1)
     return Estimate.exact(

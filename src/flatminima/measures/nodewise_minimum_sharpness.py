@@ -20,7 +20,7 @@ __all__ = ["NodewiseMinimumSharpness"]
 @final
 @dataclass(frozen=True)
 class NodewiseMinimumSharpness(Measure):
-    r"""min over the rescalings of all hidden units of Tr H at the rescaled network.
+    r"""min over the rescalings of all hidden units of the trace at the rescaled network.
 
     .. math:: \min_u \sum_p G_{pp}\, e^{-2 a_p^\top u}
 

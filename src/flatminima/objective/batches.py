@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["Batches", "batch_size", "describe", "inputs_and_targets", "map_tensors", "rows"]
+__all__ = ["Batches", "batch_size", "describe", "inputs_and_targets", "map_tensors", "masked", "rows"]
 
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -132,10 +132,13 @@ class Batches:
                 yield from (rows(batch, start, start + step) for start in range(0, size, step))
 
     @property
-    def generator(self) -> torch.Generator | None:
-        """The generator of a DataLoader, which a pass over the data advances."""
-        generator = getattr(self.data, "generator", None)
-        return generator if isinstance(generator, torch.Generator) else None
+    def generators(self) -> list[torch.Generator]:
+        """The generators of a DataLoader and its samplers, which a pass over the data advances."""
+        sampler = getattr(self.data, "sampler", None)
+        batch_sampler = getattr(self.data, "batch_sampler", None)
+        owners = (self.data, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+        found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners) if isinstance(g, torch.Generator)}
+        return list(found.values())
 
     def subset(self, num_examples: int, generator: torch.Generator | None) -> Batches:
         """Return the first ``num_examples`` examples, or with a generator a random choice of them, in the data's order."""
@@ -149,7 +152,7 @@ class Batches:
             mask = chosen[start : start + size]
             start += size
             if mask.any():
-                kept.append(_masked(batch, mask, size))
+                kept.append(masked(batch, mask))
         return Batches(kept, self.micro_batch_size)
 
 
@@ -164,5 +167,7 @@ def _first(batches: Iterable[Any], num_examples: int) -> Sequence[Any]:
     return kept
 
 
-def _masked(batch: Any, mask: Tensor, size: int) -> Any:
+def masked(batch: Any, mask: Tensor) -> Any:
+    """Return the examples of a batch where the mask ``(batch size,)`` is True."""
+    size = batch_size(batch)
     return map_tensors(batch, lambda t: t[mask.to(t.device)] if t.ndim and t.shape[0] == size else t)

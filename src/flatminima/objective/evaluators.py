@@ -17,7 +17,7 @@ from flatminima.objective.losses import ELEMENTWISE, Loss
 from flatminima.objective.session import session
 from flatminima.params import ParameterSpace, clean_name
 
-__all__ = ["ClosureEvaluator", "Evaluation", "Evaluator", "ModelEvaluator"]
+__all__ = ["ClosureEvaluator", "Evaluation", "Evaluator", "ModelEvaluator", "gradients_of"]
 
 _MODEL_NAMES = ("model", "module", "net", "network")
 
@@ -142,7 +142,7 @@ class ModelEvaluator(Evaluator):
         return {clean_name(name): p for name, p in self.model.named_parameters()}
 
     def session(self) -> AbstractContextManager[None]:
-        return session(self.model, mode=self.mode, generator=self.batches.generator)
+        return session(self.model, mode=self.mode, generators=self.batches.generators)
 
     def leaves(self, theta: Tensor) -> dict[str, Tensor]:
         own = self.current()
@@ -170,6 +170,21 @@ class ModelEvaluator(Evaluator):
         result = torch.func.functional_call(self._bound, self._tensors(leaves), (batch, self.num_terms_of), tie_weights=False)
         assert isinstance(result, Evaluation)
         return result
+
+    def evaluate_unchanged(self, batch: Any) -> Evaluation:
+        """Return one prepared batch's loss with the model's own parameters where they are; only buffers are copies."""
+        buffers = {slot.raw_name: slot.tensor.detach().clone() for slot in self._slots if slot.is_buffer}
+        result = torch.func.functional_call(self._bound, buffers, (batch, self.num_terms_of), tie_weights=False)
+        assert isinstance(result, Evaluation)
+        return result
+
+    def replaced(self, **changes: Any) -> ModelEvaluator:
+        """Return an evaluator that differs in some of the constructor's arguments."""
+        settings: dict[str, Any] = {
+            "model": self.model, "loss": self.loss, "batches": self.batches, "space": self.space, "mode": self.mode,
+            "num_terms": self.num_terms_of, "dtype": self.dtype, **changes,
+        }  # fmt: skip
+        return ModelEvaluator(**settings)
 
     def num_terms(self, evaluation: Evaluation) -> float:
         """Return what the mean divides this batch's total by."""
@@ -297,3 +312,10 @@ def _first_parameter(function: Callable[..., Any]) -> str | None:
     except (TypeError, ValueError):
         return None
     return names[0] if names else None
+
+
+def gradients_of(total: Tensor, leaves: Mapping[str, Tensor], *, create_graph: bool = False) -> list[Tensor]:
+    """Return ∂total/∂leaf for every leaf; zeros where the total does not depend on it."""
+    if not total.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves.values()]
+    return list(torch.autograd.grad(total, list(leaves.values()), create_graph=create_graph, materialize_grads=True))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from flatminima._errors import NonFiniteLoss, NotDeterministic, NotSupported
-from flatminima.objective.batches import batch_size, describe, tensors_of
-from flatminima.objective.evaluators import Evaluation, ModelEvaluator
+from flatminima.objective.batches import Batches, batch_size, describe, tensors_of
+from flatminima.objective.evaluators import Evaluation, ModelEvaluator, gradients_of
 
 __all__ = ["Inspection", "inspect_data"]
 
@@ -48,7 +48,8 @@ def inspect_data(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor], *, che
     """
     first = _one_pass(evaluator, leaves)
     if first.num_examples:
-        _refuse_reentrant_checkpoints(evaluator, leaves)
+        _check_gradient(evaluator, leaves)
+        _check_micro_batches(evaluator, leaves, first)
     if first.num_examples == 0:
         raise ValueError("`data` must hold at least one example. Got an empty loader.")
     if not first.num_terms > 0:
@@ -95,9 +96,49 @@ def _evaluate(evaluator: ModelEvaluator, index: int, batch: Any, leaves: Mapping
         raise ValueError(f"The model and loss do not fit batch {index}, {describe(batch)}: {reason}") from error
 
 
-def _refuse_reentrant_checkpoints(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor]) -> None:
-    """Look through one batch's graph: torch.autograd.grad gives None for all that a reentrant checkpoint hides."""
-    total = evaluator.evaluate(next(evaluator.prepared()), leaves).total
+def _check_gradient(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor]) -> None:
+    """Compare the first batch's gradient in the leaves with that in the model's own parameters.
+
+    They differ if the model reaches parameters by another way than its modules' attributes, which leaves cannot stand in for,
+    or if a reentrant checkpoint hides part of the graph from torch.autograd.grad.
+    """
+    batch = next(evaluator.prepared())
+    with torch.random.fork_rng(devices=[]):  # a layer left random draws the same numbers in both
+        total = evaluator.evaluate(batch, leaves).total
+    _refuse_reentrant_checkpoints(total)
+    own = evaluator.current()
+    if any(own[name].dtype != leaf.dtype for name, leaf in leaves.items()):
+        return  # computed in another precision than the model's: its own parameters do not fit the batch
+    found = gradients_of(total, leaves)
+    expected = gradients_of(evaluator.evaluate_unchanged(batch).total, {name: own[name] for name in leaves})
+    tolerance = 1e3 * max(torch.finfo(leaf.dtype).eps for leaf in leaves.values())
+    size = max(float(torch.stack([g.norm() for g in expected]).norm()), 1e-30)
+    for name, ours, theirs in zip(leaves, found, expected, strict=True):
+        if float((ours - theirs).norm()) > tolerance * size:
+            raise NotSupported(
+                f"The gradient in {name!r} is not the one that a plain backward pass gives: the model uses the parameter by "
+                "another way than as an attribute of its module (a list, a closure, a hook). Register it where it is used."
+            )
+
+
+def _check_micro_batches(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor], first: Inspection) -> None:
+    """Splitting batches must not change the loss: it does if examples are coupled, or a tensor does not belong to examples."""
+    if evaluator.batches.micro_batch_size is None:
+        return
+    whole = evaluator.replaced(batches=Batches(evaluator.batches.data))
+    other = _one_pass(whole, leaves)
+    precision = 1e3 * max(torch.finfo(leaf.dtype).eps for leaf in leaves.values())
+    same_loss = math.isclose(other.total, first.total, rel_tol=precision, abs_tol=1e-30)
+    if not same_loss or not math.isclose(other.num_terms, first.num_terms, rel_tol=1e-6):
+        raise ValueError(
+            "`micro_batch_size` must not change the loss. "
+            f"Got {first.total / first.num_terms:.6g} with it and {other.total / other.num_terms:.6g} without: the batches hold "
+            "a tensor that does not belong to single examples, or the loss couples examples. Leave micro_batch_size out."
+        )
+
+
+def _refuse_reentrant_checkpoints(total: Tensor) -> None:
+    """Look through a graph: torch.autograd.grad gives None for all that a reentrant checkpoint hides."""
     seen, open_nodes = set(), [total.grad_fn]
     while open_nodes:
         node = open_nodes.pop()

@@ -126,4 +126,4 @@ def _class_terms(outputs: Tensor, targets: Tensor, options: Mapping[str, Any]) -
         return float(outputs.numel() / outputs.shape[1 if outputs.ndim > 1 else 0])
     kept = targets[targets != options.get("ignore_index", -100)]
     weight = options.get("weight")
-    return float(kept.numel() if weight is None else weight[kept].double().sum())
+    return float(kept.numel() if weight is None else weight[kept.long()].double().sum())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatminima._checks import check_at_least, check_generator, check_one_of, check_positive, check_shape
 from flatminima._errors import NotDeterministic, NotSupported
 from flatminima.objective.batches import Batches, inputs_and_targets, rows
-from flatminima.objective.evaluators import ClosureEvaluator, Evaluation, Evaluator, ModelEvaluator
+from flatminima.objective.evaluators import ClosureEvaluator, Evaluation, Evaluator, ModelEvaluator, gradients_of
 from flatminima.objective.inspection import Inspection, inspect_data
 from flatminima.objective.losses import Loss, LossFunction
 from flatminima.objective.session import unwrap
@@ -223,7 +223,7 @@ class Objective:
             ValueError: If names or shapes of the parameters differ.
         """
         old, model = self.model_evaluator("Another model"), unwrap(model)
-        evaluator = _copied(old, model=model)
+        evaluator = old.replaced(model=model)
         shapes = {name: p.shape for name, p in evaluator.current().items() if name in self.space.shapes}
         if shapes != dict(self.space.shapes):
             raise ValueError("`model` must have the objective's parameters, by name and shape. Got another architecture.")
@@ -240,7 +240,7 @@ class Objective:
             raise ValueError(f"`num_examples` must be at most {self.num_examples} (all there are). Got {num_examples}.")
         with old.session():
             batches = old.batches.subset(num_examples, check_generator(generator))
-        result = self._with(_evaluator=_copied(old, batches=batches))
+        result = self._with(_evaluator=old.replaced(batches=batches))
         result._inspect(check_deterministic=False)
         return result
 
@@ -249,7 +249,7 @@ class Objective:
         old = self.model_evaluator("The data")
         with old.session():
             batches = Batches(list(old.prepared()))
-        return self._with(_evaluator=_copied(old, batches=batches))
+        return self._with(_evaluator=old.replaced(batches=batches))
 
     def without_l2(self) -> Objective:
         """Return the same objective without its l2 term."""
@@ -259,7 +259,7 @@ class Objective:
         """Return the same objective computed in another floating point type; the model keeps its own."""
         old = self.model_evaluator("Another precision")
         theta = self._theta
-        result = self._with(_evaluator=_copied(old, dtype=_checked_dtype(dtype)))
+        result = self._with(_evaluator=old.replaced(dtype=_checked_dtype(dtype)))
         result._theta = None if theta is None else theta.to(result.dtype)
         return result
 
@@ -365,21 +365,6 @@ class Objective:
         return (
             f"Objective(parameters={self.space.size}, examples={self.num_examples}, reduction={self.reduction!r}, l2={self.l2:g})"
         )
-
-
-def gradients_of(total: Tensor, leaves: Mapping[str, Tensor], *, create_graph: bool = False) -> list[Tensor]:
-    """Return ∂total/∂leaf for every leaf; zeros where the total does not depend on it."""
-    if not total.requires_grad:
-        return [torch.zeros_like(leaf) for leaf in leaves.values()]
-    return list(torch.autograd.grad(total, list(leaves.values()), create_graph=create_graph, materialize_grads=True))
-
-
-def _copied(old: ModelEvaluator, **changes: Any) -> ModelEvaluator:
-    settings: dict[str, Any] = {
-        "model": old.model, "loss": old.loss, "batches": old.batches, "space": old.space, "mode": old.mode,
-        "num_terms": old.num_terms_of, "dtype": old.dtype, **changes,
-    }  # fmt: skip
-    return ModelEvaluator(**settings)
 
 
 def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:

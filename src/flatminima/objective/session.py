@@ -6,14 +6,26 @@ back whether the call returns, raises or is interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["session", "unwrap"]
+__all__ = ["copied", "session", "unwrap"]
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy, also of a model that keeps results of a forward pass (which torch refuses to copy)."""
+    results = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(model, dict[int, object](results))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -28,7 +40,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def session(model: nn.Module | None, *, mode: str, generator: torch.Generator | None = None) -> Iterator[None]:
+def session(model: nn.Module | None, *, mode: str, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
     """Put the model and torch into the state that second derivatives need.
 
     Eval or train mode on every sub-module; gradients on; the math kernel of attention and no fused transformer layer (the
@@ -37,15 +49,18 @@ def session(model: nn.Module | None, *, mode: str, generator: torch.Generator | 
     Args:
         model: The model, or None for a closure, whose modes are the caller's business.
         mode: "eval" or "train".
-        generator: A generator to put back too, for example a DataLoader's.
+        generators: Generators to put back too, for example a DataLoader's.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        for device in ("cpu", "cuda"):  # the precision is the objective's to say
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(_no_fused_transformer())
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
-        if generator is not None:
+        for generator in generators:
             stack.callback(generator.set_state, generator.get_state())
         if model is not None:
             stack.enter_context(_mode(model, mode))
@@ -59,7 +74,8 @@ def session(model: nn.Module | None, *, mode: str, generator: torch.Generator | 
 def _mode(model: nn.Module, mode: str) -> Iterator[None]:
     before = [(module, module.training) for module in model.modules()]
     try:
-        model.train(mode == "train")
+        for module, _ in before:  # not model.train(): an override may do more, such as merging weights, and not undo it
+            module.training = mode == "train"
         yield
     finally:
         for module, training in before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -72,6 +73,12 @@ class LinearOperator(ABC):
             )
         V = v.detach().unsqueeze(1) if v.ndim == 1 else v.detach()
         result = self._matmat(V) if V.shape[1] else V.clone()
+        if not bool(torch.isfinite(result).all()) and bool(torch.isfinite(V).all()):
+            warnings.warn(
+                f"A product of {type(self).__name__} is infinite or NaN: it overflowed. Use dtype=torch.float32 or wider.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return result.squeeze(1) if v.ndim == 1 else result
 
     @final

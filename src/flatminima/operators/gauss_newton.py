@@ -11,7 +11,7 @@ from torch import Tensor
 from flatminima._errors import NotSupported
 from flatminima.objective import Evaluation, Objective
 from flatminima.operators.base import LinearOperator
-from flatminima.operators.output_hessian import output_product
+from flatminima.operators.output_hessian import check_outputs, output_product
 
 __all__ = ["GaussNewton"]
 
@@ -65,8 +65,7 @@ class GaussNewton(LinearOperator):
         space, dtype = self.objective.space, self.dtype
 
         def products(evaluation: Evaluation, leaves: Mapping[str, Tensor]) -> Tensor:
-            outputs = evaluation.outputs
-            assert outputs is not None
+            outputs = check_outputs(self.objective.loss, evaluation.outputs)
             if not outputs.requires_grad:
                 return torch.zeros_like(V)
             parameters = list(leaves.values())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
+from flatminima._errors import NotSupported
 from flatminima.objective import Evaluation, Objective, gradients_of
 from flatminima.operators.base import LinearOperator
 
@@ -28,6 +29,9 @@ class Hessian(LinearOperator):
     Args:
         objective: The loss. The point θ is read now, so that later training does not move the operator; data and buffers are
             read at every product.
+
+    Raises:
+        NotSupported: At the first product, if torch has no second derivative for an operation, or one that is not symmetric.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -51,25 +55,47 @@ class Hessian(LinearOperator):
         return self.objective.space.slices
 
     def _matmat(self, V: Tensor) -> Tensor:
-        space, dtype = self.objective.space, self.dtype
+        space = self.objective.space
 
         def products(evaluation: Evaluation, leaves: Mapping[str, Tensor]) -> Tensor:
             gradients = gradients_of(evaluation.total, leaves, create_graph=True)
-            return torch.stack([_product(gradients, leaves, space.unflatten(v)) for v in V.T.to(dtype).contiguous()], dim=1)
+            if "symmetric" not in self.objective.architecture:
+                self._check_symmetry(gradients, leaves)
+                self.objective.architecture["symmetric"] = True
+            return torch.stack([self._product(gradients, leaves, space.unflatten(v)) for v in V.T.contiguous()], dim=1)
 
-        def _product(gradients: list[Tensor], leaves: Mapping[str, Tensor], v: Mapping[str, Tensor]) -> Tensor:
-            # A gradient without a graph is constant in θ: its rows of H are zero.
-            live = [(g, v[name].to(g.dtype)) for g, name in zip(gradients, leaves, strict=True) if g.requires_grad]
-            if not live:
-                return torch.zeros(space.size, dtype=dtype, device=self.device)
-            columns = torch.autograd.grad(
-                [g for g, _ in live],
-                list(leaves.values()),
-                [part for _, part in live],
-                retain_graph=True,
-                materialize_grads=True,
-            )
-            return space.flatten(columns, dtype)
-
-        result = self.objective.integrate(products, self.theta)
+        try:
+            result = self.objective.integrate(products, self.theta)
+        except RuntimeError as error:
+            if "not implemented" not in str(error):
+                raise
+            raise NotSupported(f"torch has no second derivative for an operation of this model or loss: {error}") from error
         return result + self.objective.l2 * V if self.objective.l2 else result
+
+    def _product(self, gradients: Sequence[Tensor], leaves: Mapping[str, Tensor], v: Mapping[str, Tensor]) -> Tensor:
+        # A gradient without a graph is constant in θ: its rows of H are zero.
+        live = [(g, v[name].to(g.dtype)) for g, name in zip(gradients, leaves, strict=True) if g.requires_grad]
+        if not live:
+            return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        columns = torch.autograd.grad(
+            [g for g, _ in live],
+            list(leaves.values()),
+            [part for _, part in live],
+            retain_graph=True,
+            materialize_grads=True,
+        )
+        return self.objective.space.flatten(columns, self.dtype)
+
+    def _check_symmetry(self, gradients: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> None:
+        """Compare uᵀHv with vᵀHu on the first batch; torch's second derivative of some fused operations is not symmetric."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        u, v = torch.empty(2, self.size, dtype=self.dtype, device=self.device).normal_(generator=generator)
+        Hu, Hv = (self._product(gradients, leaves, self.objective.space.unflatten(w)) for w in (u, v))
+        epsilon = max(torch.finfo(leaf.dtype).eps for leaf in leaves.values())
+        difference, size = (u @ Hv - v @ Hu).abs(), Hu.norm() * v.norm() + Hv.norm() * u.norm()
+        if difference > 1e3 * epsilon * size / self.size**0.5:
+            raise NotSupported(
+                "torch's second derivative of this model is wrong: the Hessian is not symmetric "
+                f"(uᵀHv = {float(u @ Hv):.6g}, vᵀHu = {float(v @ Hu):.6g}). Known causes: weight_norm with dim other than None "
+                "(fold it in with remove_parametrizations or remove_weight_norm), and custom autograd functions."
+            )

@@ -12,19 +12,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatminima._errors import NotSupported
 from flatminima.objective import Evaluation
 from flatminima.objective.evaluators import ModelEvaluator
 from flatminima.objective.losses import Loss
 
-__all__ = ["num_columns", "output_factor", "output_product"]
+__all__ = ["check_outputs", "num_columns", "output_factor", "output_product"]
+
+
+def is_softmax(loss: Loss) -> bool:
+    """Return whether a loss is a softmax's: of logits, or of log-probabilities, which are logits that are normalised."""
+    return loss.name in ("cross_entropy", "nll")
+
+
+def check_outputs(loss: Loss, outputs: object) -> Tensor:
+    """Return the model's output if it has a first axis of examples, and one of classes where the loss needs it.
+
+    Raises:
+        NotSupported: If it is no such tensor.
+    """
+    least = 2 if is_softmax(loss) else 1
+    if not isinstance(outputs, Tensor) or outputs.ndim < least:
+        got = f"shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise NotSupported(
+            f"The Gauss-Newton matrix needs one output tensor of at least {least} axes, the first for the examples. Got {got}."
+        )
+    return outputs
 
 
 def num_columns(loss: Loss, outputs: Tensor) -> int:
     """Return how many columns ``output_factor`` needs for one example."""
-    if loss.name != "cross_entropy":
-        return outputs[0].numel()
-    num_classes = outputs.shape[_class_dim(outputs)]
-    return outputs[0].numel() // num_classes * (num_classes - 1)
+    width = outputs[0].numel() if len(outputs) else 0
+    return width // outputs.shape[1] * (outputs.shape[1] - 1) if is_softmax(loss) else width
 
 
 def output_product(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: Tensor) -> Callable[[Tensor], Tensor]:
@@ -36,11 +55,11 @@ def output_product(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: T
         outputs: The outputs, detached.
     """
     loss, targets, options = evaluator.loss, evaluation.targets, evaluator.loss_options(outputs)
-    if loss.name == "cross_entropy":
-        classes = _class_dim(outputs)
-        p = outputs.softmax(classes)
-        weight = _row_weights(outputs, targets, options).unsqueeze(classes)
-        return lambda u: weight * (p * u - p * (p * u).sum(classes, keepdim=True))
+    if is_softmax(loss):
+        _check_log_probabilities(loss, outputs)
+        p = outputs.softmax(1)
+        weight = _row_weights(outputs, targets, options).unsqueeze(1)
+        return lambda u: weight * (p * u - p * (p * u).sum(1, keepdim=True))
     if loss.name == "mse":
         return lambda u: 2 * u
     if loss.name == "bce_with_logits":
@@ -67,7 +86,8 @@ def output_factor(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: Te
         ValueError: If the loss couples examples, so that Λ has no factor within one example.
     """
     loss, targets, options = evaluator.loss, evaluation.targets, evaluator.loss_options(outputs)
-    if loss.name == "cross_entropy":
+    if is_softmax(loss):
+        _check_log_probabilities(loss, outputs)
         return _softmax_columns(outputs, _row_weights(outputs, targets, options))
     if loss.name == "mse":
         return _diagonal_columns(torch.full_like(outputs, 2.0))
@@ -76,13 +96,18 @@ def output_factor(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: Te
     return _autograd_columns(_autograd_product(evaluator, evaluation, outputs), outputs)
 
 
-def _class_dim(outputs: Tensor) -> int:
-    return 1 if outputs.ndim > 1 else 0
+def _check_log_probabilities(loss: Loss, outputs: Tensor) -> None:
+    """nll_loss is linear in its input: its curvature lies in the log-softmax before it, so there must be one."""
+    if loss.name == "nll" and outputs.logsumexp(1).abs().max() > 1e-3:
+        raise NotSupported(
+            "nll_loss has a curvature in the outputs only where these are log-probabilities. Got outputs whose exponentials do "
+            "not add up to 1. End the model with log_softmax, or use cross_entropy on logits."
+        )
 
 
 def _row_weights(outputs: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Tensor:
     """Return the factor of diag(p) − ppᵀ in every row: Σ_k weight_k q_k for target probabilities q, 0 where ignored."""
-    classes, smoothing = _class_dim(outputs), float(options.get("label_smoothing", 0.0))
+    classes, smoothing = 1, float(options.get("label_smoothing", 0.0))
     weight: Tensor | None = options.get("weight")
     num_classes = outputs.shape[classes]
     w = torch.ones(num_classes, dtype=outputs.dtype, device=outputs.device) if weight is None else weight
@@ -90,13 +115,12 @@ def _row_weights(outputs: Tensor, targets: Tensor, options: Mapping[str, Any]) -
         probabilities = (targets * (1 - smoothing) + smoothing / num_classes).movedim(classes, -1)
         return torch.matmul(probabilities, w)
     kept = targets != options.get("ignore_index", -100)
-    own = w[torch.where(kept, targets, 0)]
+    own = w[torch.where(kept, targets, 0).long()]
     return torch.where(kept, (1 - smoothing) * own + smoothing * w.mean(), 0.0)
 
 
 def _softmax_columns(outputs: Tensor, row_weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    classes = _class_dim(outputs)
-    p = outputs.softmax(classes).movedim(classes, -1)  # (batch, *positions, K)
+    p = outputs.softmax(1).movedim(1, -1)  # (batch, *positions, K)
     num_classes = p.shape[-1]
     p = p.reshape(p.shape[0], -1, num_classes)
     weight = row_weights.reshape(p.shape[:2])
@@ -104,7 +128,7 @@ def _softmax_columns(outputs: Tensor, row_weights: Tensor) -> Iterator[tuple[Ten
     rest = tail[..., 1:]  # q_j = Σ_{k>j} p_k
     scale = (weight[..., None] * p[..., :-1] * rest / tail[..., :-1]).nan_to_num(0.0).clamp_min(0).sqrt()
     signs = torch.ones(p.shape[0], dtype=p.dtype, device=p.device)
-    shape = (outputs.shape[0], *outputs.shape[classes + 1 :], num_classes)
+    shape = (outputs.shape[0], *outputs.shape[2:], num_classes)
     for position in range(p.shape[1]):
         for j in range(num_classes - 1):
             column = torch.zeros_like(p)
@@ -112,11 +136,11 @@ def _softmax_columns(outputs: Tensor, row_weights: Tensor) -> Iterator[tuple[Ten
             column[:, position, j] = s
             ratio = (p[:, position, j + 1 :] / rest[:, position, j, None]).nan_to_num(0.0, 0.0, 0.0)
             column[:, position, j + 1 :] = -s[:, None] * ratio
-            yield column.reshape(shape).movedim(-1, classes), signs
+            yield column.reshape(shape).movedim(-1, 1), signs
 
 
 def _diagonal_columns(diagonal: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    root = diagonal.flatten(1).sqrt()
+    root = diagonal.reshape(len(diagonal), -1).sqrt()
     signs = torch.ones(root.shape[0], dtype=root.dtype, device=root.device)
     for k in range(root.shape[1]):
         column = torch.zeros_like(root)
@@ -163,6 +187,6 @@ def _autograd_columns(product: Callable[[Tensor], Tensor], outputs: Tensor) -> I
 
 
 def _unit(outputs: Tensor, k: int) -> Tensor:
-    unit = torch.zeros_like(outputs).flatten(1)
+    unit = torch.zeros_like(outputs).reshape(len(outputs), -1)
     unit[:, k] = 1.0
     return unit.reshape(outputs.shape)

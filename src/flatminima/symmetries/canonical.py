@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatminima._checks import check_one_of
+from flatminima._errors import NotSupported
 from flatminima.objective import Objective
 from flatminima.params import clean_name
 from flatminima.symmetries.discovery import find_symmetries, model_at
@@ -152,6 +153,12 @@ def canonical_move(model: nn.Module | Objective, symmetries: Symmetries, form: s
             move, dead = unit_norm_move(symmetry, state)
         else:
             if isinstance(model, Objective) and form == "min-trace":
+                outside = [name for name in symmetry.parameters if name not in model.space.shapes]
+                if outside:
+                    raise NotSupported(
+                        f"Form 'min-trace' needs all parameters that the rescaling touches. Got a selection without "
+                        f"{', '.join(outside[:3])}. Use form='min-norm'."
+                    )
                 minimum = minimize_over_rescalings(symmetry, _gauss_newton_diagonal(model, Composition(moves)), sign=-1)
             else:
                 squares = {name: state[name].square() for name in symmetry.roles}

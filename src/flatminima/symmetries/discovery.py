@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
 from flatminima.objective import Objective
+from flatminima.objective.session import copied
 from flatminima.params import clean_name
 from flatminima.symmetries.equivalence import relative_difference
 from flatminima.symmetries.graph import TraceFailed, one_line, trace
@@ -16,7 +15,7 @@ from flatminima.symmetries.move import Layout, unwrapped
 from flatminima.symmetries.permutation import Permutation
 from flatminima.symmetries.rescaling import Rescaling, Role, Statistic
 from flatminima.symmetries.rules import rule_for
-from flatminima.symmetries.softmax_shift import SoftmaxShift, is_softmax_cross_entropy
+from flatminima.symmetries.softmax_shift import SoftmaxShift, softmax_loss
 from flatminima.symmetries.structure import ScaleVariables, exchangeable_cells, is_scaled, scale_variables
 from flatminima.symmetries.symmetry import Symmetries, Symmetry
 from flatminima.symmetries.walk import Walk, walk
@@ -79,7 +78,7 @@ def find_symmetries(model: nn.Module | Objective, example_inputs: object = None,
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module or an Objective. Got {type(model).__name__}.")
     with kept_rng(model):
-        return _found(model, Call.of(example_inputs), is_softmax_cross_entropy(loss))
+        return _found(model, Call.of(example_inputs), softmax_loss(loss))
 
 
 def _of_objective(objective: Objective, example_inputs: object, loss: object) -> Symmetries:
@@ -87,13 +86,13 @@ def _of_objective(objective: Objective, example_inputs: object, loss: object) ->
     notes = ("the objective is in train mode, these are the symmetries in eval mode",) if objective.mode == "train" else ()
     model = model_at(objective)
     with kept_rng(model):
-        found = _found(model, call, is_softmax_cross_entropy(objective.loss.function if loss is None else loss))
+        found = _found(model, call, softmax_loss(objective.loss.function if loss is None else loss))
     return Symmetries(found, (*notes, *found.notes))
 
 
 def model_at(objective: Objective) -> nn.Module:
     """Return a copy of the objective's model at the objective's point."""
-    model = copy.deepcopy(objective.model)
+    model = copied(objective.model)
     values = objective.space.unflatten(objective.theta)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -102,7 +101,7 @@ def model_at(objective: Objective) -> nn.Module:
     return model
 
 
-def _found(model: nn.Module, call: Call, softmax: bool) -> Symmetries:
+def _found(model: nn.Module, call: Call, softmax: str) -> Symmetries:
     try:
         double = double_copy(model)
         reference = outputs(double, call)
@@ -119,17 +118,40 @@ def _found(model: nn.Module, call: Call, softmax: bool) -> Symmetries:
     notes = [note if count == 1 else f"{note} ({count} times)" for note, count in state.notes.items()]
     # At the given parameters, and near by, where no bias is zero and no two units are equal.
     noisy = _jittered(double, state)
-    points = [(p, copy.deepcopy(p), outputs(p, call)) for p in (double, noisy)]
+    points = [(p, copied(p), outputs(p, call)) for p in (double, noisy)]
     kept = []
     for candidate in _candidates(state, double, softmax):
         if all(_holds(candidate, *point, call) for point in points):
             kept.append(candidate)
         else:
             notes.append(f"{candidate.kind}: found in the graph, but the outputs changed when it was tried: dropped")
+    if softmax and not any(isinstance(s, SoftmaxShift) for s in kept):
+        notes.append(
+            "softmax shift: the logits do not come straight from one layer that could be shifted: not looked for further"
+        )
+    notes += _free_shifts(state, double)
     return Symmetries(kept, notes)
 
 
-def _candidates(state: Walk, model: nn.Module, softmax: bool) -> list[Symmetry]:
+def _free_shifts(state: Walk, model: nn.Module) -> list[str]:
+    """Name the shifts before a normalisation, which are no moves here: a bias is free where a running mean follows it."""
+    normalised = {int(i) for absorption in state.absorptions for i in absorption.ids.flatten()} - {0}
+    parameters = dict(model.named_parameters())
+    biases = [
+        name
+        for name, terms in state.terms.items()
+        if name in parameters and parameters[name].ndim == 1
+        if any(t.exponent == 1 and normalised & {int(i) for i in t.ids.flatten()} for t in terms)
+    ]
+    if not biases:
+        return []
+    return [
+        f"shifts of {', '.join(biases)} together with the running means of the normalisation that follows: no move is made along "
+        "them, and measures that look at the size of the parameters depend on them"
+    ]
+
+
+def _candidates(state: Walk, model: nn.Module, softmax: str) -> list[Symmetry]:
     layout = Layout.of(unwrapped(model))
     layer, node, norm = scale_variables(state)
     found: list[Symmetry | None] = [
@@ -137,7 +159,7 @@ def _candidates(state: Walk, model: nn.Module, softmax: bool) -> list[Symmetry]:
         _rescaling("node", node, state, model, layout),
         _permutation(state, layout, model),
         _rescaling("norm-scale", norm, state, model, layout),
-        _softmax_shift(state, layout, model) if softmax else None,
+        _softmax_shift(state, layout, model, softmax) if softmax else None,
     ]
     return [symmetry for symmetry in found if symmetry is not None]
 
@@ -180,11 +202,13 @@ def _permutation(state: Walk, layout: Layout, model: nn.Module) -> Permutation |
     return Permutation(layout, cells, labels, terms, len(state.units), buffers=buffers)
 
 
-def _softmax_shift(state: Walk, layout: Layout, model: nn.Module) -> SoftmaxShift | None:
+def _softmax_shift(state: Walk, layout: Layout, model: nn.Module, loss: str) -> SoftmaxShift | None:
     output = state.output
     if output is None or output.affine is None or not output.shape:
         return None
     affine = output.affine
+    if loss == "nll" and not affine.is_normalised:  # the outputs are no log-softmax: a shift changes the loss
+        return None
     if any(state.num_uses[name] > 1 for name in (affine.weight, affine.bias) if name):
         return None
     ids = output.ids_along(1 if len(output.shape) > 1 else 0)
@@ -209,7 +233,7 @@ def _holds(symmetry: Symmetry, model: nn.Module, scratch: nn.Module, before: lis
 def _jittered(model: nn.Module, state: Walk) -> nn.Module:
     """Return a copy with noise on the parameters and on the statistics of the normalisations."""
     generator = torch.Generator().manual_seed(1)
-    noisy = copy.deepcopy(model)
+    noisy = copied(model)
     variances = {a.var for a in state.absorptions}
     means = {a.mean for a in state.absorptions}
     with torch.no_grad():

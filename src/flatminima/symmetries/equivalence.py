@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from flatminima._checks import check_generator, check_positive
 from flatminima._errors import NotEquivalent
+from flatminima.objective.session import copied
 from flatminima.params import clean_name
 from flatminima.symmetries.inputs import Call, double_copy, kept_rng, outputs
 from flatminima.symmetries.move import Composition, unwrapped
@@ -104,7 +104,7 @@ def random_equivalent(
         if not isinstance(symmetry, Symmetry):
             raise TypeError(f"`symmetries` must hold results of find_symmetries. Got {type(symmetry).__name__}.")
     if not chosen:
-        return copy.deepcopy(unwrapped(model))
+        return copied(unwrapped(model))
     watched = {name for s in chosen if s.kind in ("norm-scale", "softmax shift") for name in (*s.parameters, *s.buffers)}
     named: list[tuple[str, Tensor]] = [*unwrapped(model).named_parameters(), *unwrapped(model).named_buffers()]
     state = {clean_name(name): tensor.detach() for name, tensor in named if clean_name(name) in watched}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatminima.objective.session import copied
 from flatminima.params import clean_name
 from flatminima.symmetries.inputs import Call
 from flatminima.symmetries.move import Layout
@@ -49,7 +49,7 @@ def trace(model: nn.Module, call: Call) -> Graph:
     names = Layout.of(model)
     with quietly():
         try:
-            program = torch.export.export(copy.deepcopy(model), call.args, dict(call.kwargs), strict=False)
+            program = torch.export.export(copied(model), call.args, dict(call.kwargs), strict=False)
         except Exception as error:  # torch.export raises many types; each means that there is no graph
             raise TraceFailed(one_line(error)) from error
     parameters, buffers, inputs = {}, {}, set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatminima.objective.session import copied
 from flatminima.symmetries.move import unwrapped
 
 __all__ = ["Call", "double_copy", "kept_rng", "outputs"]
@@ -59,7 +59,7 @@ def _as_double(value: Any) -> Any:
 
 def double_copy(model: nn.Module) -> nn.Module:
     """Return a copy of the model in float64 and eval mode."""
-    return copy.deepcopy(unwrapped(model)).double().eval()
+    return copied(unwrapped(model)).double().eval()
 
 
 def outputs(model: nn.Module, call: Call) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,15 +11,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from flatminima.objective.session import copied, unwrap
 from flatminima.params import ParameterSpace, clean_name
 
 __all__ = ["Composition", "Layout", "Move", "unwrapped"]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside a compiled one, or the module itself."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
+    """Return the module inside a compiled one or a data-parallel one, or the module itself."""
+    return unwrap(model)
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Move(ABC):
         Raises:
             ValueError: If ``model`` lacks a tensor that the move changes.
         """
-        moved = copy.deepcopy(unwrapped(model))
+        moved = copied(unwrapped(model))
         tensors: dict[str, list[Tensor]] = {self.layout.name(key): [] for key in self.layout.shapes}
         for key, tensor in _named_tensors(moved, remove_duplicate=True):
             tensors.setdefault(self.layout.name(key), []).append(tensor)

@@ -8,17 +8,17 @@ from flatminima.symmetries.canonical import unit_variance_move
 from flatminima.symmetries.discovery import find_symmetries, model_at
 from flatminima.symmetries.move import Composition
 from flatminima.symmetries.rescaling import Rescaling
-from flatminima.symmetries.softmax_shift import SoftmaxShift, is_softmax_cross_entropy
+from flatminima.symmetries.softmax_shift import SoftmaxShift, softmax_loss
 
 __all__ = ["centre_classes", "normalize_statistics"]
 
 
 def centre_classes(objective: Objective) -> Objective:
-    """Return the objective with the last layer's mean over the classes subtracted, under softmax cross-entropy.
+    """Return the objective with the last layer's mean over the classes subtracted, under a softmax loss.
 
     The loss is the same; so are all predictions. Any other objective is returned as it is.
     """
-    if not objective.has_model or not is_softmax_cross_entropy(objective.loss.function):
+    if not objective.has_model or not softmax_loss(objective.loss.function):
         return objective
     shifts = [s for s in find_symmetries(objective) if isinstance(s, SoftmaxShift)]
     model = model_at(objective)

@@ -30,6 +30,15 @@ def pointwise(walk: Walk, op: Operation) -> Value:
     return Activation(x.ids, x.shape)
 
 
+def softmax(walk: Walk, op: Operation) -> Value:
+    """As any function of several entries it fixes scales; a common shift of them does not get through."""
+    result = pointwise(walk, op)
+    x = op["self"] if "self" in op.arguments else op["input"]
+    if not isinstance(result, Activation) or x.affine is None:
+        return result
+    return replace(result, affine=replace(x.affine, is_normalised=True))
+
+
 def clamp(walk: Walk, op: Operation) -> Value:
     """clamp(x, min=0) is a ReLU; other bounds fix the scale."""
     bounds = (op["min"], op["max"]) if op.name == "clamp" else (op["min"] if op.name == "clamp_min" else op["max"],)
@@ -220,7 +229,7 @@ _HOMOGENEOUS = ("relu", "leaky_relu", "abs", "neg", "rrelu")
 _NOT_HOMOGENEOUS = (
     "tanh", "sigmoid", "gelu", "silu", "mish", "softplus", "elu", "celu", "selu", "relu6", "hardtanh", "hardswish", "hardsigmoid",
     "hardshrink", "softshrink", "tanhshrink", "logsigmoid", "log_sigmoid", "softsign", "exp", "expm1", "log", "log1p", "sin",
-    "cos", "erf", "pow", "square", "sqrt", "rsqrt", "reciprocal", "softmax", "log_softmax", "_softmax", "_log_softmax",
+    "cos", "erf", "pow", "square", "sqrt", "rsqrt", "reciprocal",
 )
 # fmt: on
 _SPATIAL = [f"{kind}{d}d" for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool") for d in (1, 2, 3)]
@@ -230,6 +239,7 @@ _SPATIAL += ["upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "
 ELEMENTWISE_RULES: dict[str, Rule] = {
     **dict.fromkeys(_HOMOGENEOUS, passes),
     **dict.fromkeys(_NOT_HOMOGENEOUS, pointwise),
+    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax"), softmax),
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), clamp),
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), dropout),
     **dict.fromkeys(("add", "sub", "maximum", "minimum"), add),

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from flatminima.objective.losses import Loss
 from flatminima.symmetries.move import Layout, Move
 from flatminima.symmetries.symmetry import Symmetry
 
-__all__ = ["ShiftMove", "SoftmaxShift", "is_softmax_cross_entropy"]
+__all__ = ["ShiftMove", "SoftmaxShift", "softmax_loss"]
 
 
-def is_softmax_cross_entropy(loss: object) -> bool:
-    """Return whether a loss is torch's softmax cross-entropy, as a module, a function, or a partial of the function."""
-    while isinstance(loss, functools.partial):
-        loss = loss.func
-    return isinstance(loss, nn.CrossEntropyLoss) or loss is nn.functional.cross_entropy
+def softmax_loss(loss: object) -> str:
+    """Return "cross_entropy" or "nll" for torch's losses of a softmax, as module, function or partial, and "" for any other.
+
+    A subclass may add anything to the loss, so only torch's own classes count.
+    """
+    name = Loss.of(loss).name if callable(loss) else ""
+    return name if name in ("cross_entropy", "nll") else ""
 
 
 @final

@@ -28,12 +28,21 @@ class Term:
 
 @dataclass(frozen=True)
 class Affine:
-    """The layer whose output an activation is, up to rearrangement and constant factors."""
+    """The layer whose output an activation is, up to rearrangement and constant factors.
+
+    Attributes:
+        weight: Name of its weight.
+        weight_axis: The weight's axis of units.
+        bias: Name of its bias, if it has one.
+        ids: Unit of every output.
+        is_normalised: Whether a softmax or log-softmax has been taken of it.
+    """
 
     weight: str
     weight_axis: int
     bias: str | None
     ids: Tensor
+    is_normalised: bool = False
 
 
 @dataclass(frozen=True)

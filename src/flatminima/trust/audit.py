@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -115,8 +114,15 @@ class _Run:
         self.started = time.monotonic()
         self.original = objective if dtype is None else objective.to(dtype)
         # Moves in float64, whatever the arithmetic of the measures: rounding moved weights would change the function.
-        self.model = copy.deepcopy(model_at(objective)).double()
+        self.model = model_at(objective).double()
         self.objective = objective.with_model(self.model).to(dtype or objective.dtype).without_l2().in_memory()
+        try:
+            self.objective.value()
+        except RuntimeError as error:
+            raise ValueError(
+                f"The model does not run in {dtype or objective.dtype}: {first_line(error)} If its code makes tensors of a fixed "
+                "type, let it take the type of its inputs, or pass dtype=None to compute in the model's own."
+            ) from error
         self.measures, self.num_moves, self.scale, self.seed = measures, num_moves, scale, seed
         self.target, self.command, self.progress = target, command, progress
         self.notes: list[str] = []
@@ -149,6 +155,7 @@ class _Run:
     def _check_minimum(self) -> None:
         loss, gradient = self.original.value_and_gradient()
         H = Hessian(self.original)
+        self._name_zero_rows()
         k = min(_EIGENVALUES, max(1, H.size // 2))
         pairs = eigenpairs(H, k=k, which="BE", rtol=1e-3, max_products=200, generator=self._generator())
         values, residuals = pairs.values.tolist(), pairs.residuals.tolist()
@@ -166,6 +173,14 @@ class _Run:
         self.spectrum = Spectrum(tuple(values[:k]), tuple(values[k:]), tuple(residuals))
         if max(residuals[0], residuals[-1]) > 1e-3 * max(abs(v) for v in values):
             self.notes.append("The outermost eigenvalues had not converged after 200 products; see their residuals.")
+
+    def _name_zero_rows(self) -> None:
+        """Name the parameters that the loss does not use, or uses linearly: their rows of the Hessian are zero."""
+        probe = torch.randn(self.objective.space.size, generator=self._generator(), device=self.objective.device)
+        product = Hessian(self.objective) @ probe.to(self.objective.dtype)
+        zero = [name for name, where in self.objective.space.slices.items() if not bool(product[where].any())]
+        if zero:
+            self.notes.append(f"Zero rows of the Hessian, since the loss uses them linearly or not at all: {', '.join(zero)}.")
 
     def _draw_moves(self, symmetries: Symmetries) -> None:
         generator = self._generator()
@@ -201,7 +216,8 @@ class _Run:
         for form in ("min-trace", "min-norm"):
             try:
                 found = canonical_move(self.objective, symmetries, form)
-            except NotSupported:  # no Gauss-Newton diagonal for this loss
+            except (FlatminimaError, ValueError, RuntimeError) as error:
+                self.notes.append(f"No {form} form: {first_line(error)}")
                 continue
             self.canonical = self.objective.with_model(found.move.apply(self.model))
             self.canonical_form = form
@@ -212,6 +228,8 @@ class _Run:
 
     def _row(self, measure: Measure) -> Row:
         base = self._read(measure, self.objective, f"{measure.title}: as it is")
+        if base.value == 0:
+            base = replace(base, value=None, error="the value is exactly 0: a degenerate case that says nothing")
         attacks = []
         for group in self.attacks if base.value is not None else ():
             readings = tuple(
@@ -246,8 +264,7 @@ class _Run:
         try:
             estimate = measure(objective, generator=self._generator())
         except (FlatminimaError, ValueError, RuntimeError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            return Reading(None, error=reason, seconds=time.monotonic() - start)
+            return Reading(None, error=first_line(error), seconds=time.monotonic() - start)
         data = estimate.to_dict()
         data.pop("num_samples")
         reading = Reading(**data, seconds=time.monotonic() - start)
@@ -318,6 +335,11 @@ def _seed(generator: torch.Generator | None) -> int:
         torch.rand((), generator=generator, device=generator.device)  # two audits with one generator are two draws
         return seed
     return int(torch.randint(2**31, (), generator=generator, device=generator.device))
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its type."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _loss_name(objective: Objective) -> str:
