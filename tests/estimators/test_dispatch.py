@@ -109,7 +109,7 @@ def test_the_split_covers_the_truth_at_its_stated_level(monkeypatch: pytest.Monk
         hits += bool(low <= truth <= high)
         exact += estimate.method != METHOD
     assert 930 <= hits <= 970
-    assert exact == 0
+    assert exact < 150  # where the pilot foresees more than n products the value is exact, and covers
 
 
 @pytest.mark.parametrize("num_products", [2, 11, 12, 13, 30, 43, 44, 60])

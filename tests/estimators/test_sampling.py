@@ -128,6 +128,7 @@ def test_unknown_probes_are_named(estimator) -> None:
         estimator(A, probes="rademacer")
 
 
+@pytest.mark.filterwarnings("ignore:A product of Dense is infinite:RuntimeWarning")
 def test_a_product_that_overflows_is_an_error() -> None:
     nan = as_operator(torch.full((80, 80), torch.nan))
     for estimator in (trace, block_traces, diagonal, frobenius_norm, eigenpairs):

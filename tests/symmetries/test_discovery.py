@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 
 import pytest
@@ -27,7 +28,7 @@ def test_dimensions_are_those_of_the_architecture_and_nothing_is_left_uncovered(
     found = find_symmetries(model, inputs)
     assert dimensions(found) == NETWORKS[name][2]
     assert "permutation" in found.kinds()
-    assert found.notes == ()
+    assert [note for note in found.notes if not note.startswith("shifts of ")] == []  # a bias before BatchNorm is said to be free
 
 
 def elementwise_dimension(model: nn.Module, num_inputs: int, *, points: int = 6) -> int:
@@ -297,9 +298,8 @@ def test_outputs_that_hold_a_parameter_fix_its_units() -> None:
 
 
 def test_a_model_that_cannot_be_copied_gives_a_note() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 5)), nn.ReLU(), nn.Linear(5, 3))
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    model.lock = threading.Lock()
     (note,) = find_symmetries(model, X).notes
     assert "nothing is claimed" in note
 
