@@ -33,8 +33,9 @@ format: $(VENV)/.stamp-dev  ## put the code into the one format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-benchmark: $(VENV)/.stamp-run  ## time the command's start
+benchmark: $(VENV)/.stamp-run  ## time the command's start and the audit of digits-mlp
 	$(BIN)/python benchmarks/cli_startup.py
+	$(BIN)/python benchmarks/audit_digits.py
 
 clean:  ## remove .venv, caches and build products; reports stay
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
