@@ -188,6 +188,12 @@ def test_a_network_without_symmetries_says_that_nothing_was_tested() -> None:
     assert audit.rows[0].canonical is None
 
 
+def test_moves_that_move_nothing_test_nothing() -> None:
+    audit = fm.audit(objective(), measures=["hessian-trace"], scale=1e-9, num_moves=1, generator=generator())
+    assert [s.kind for s in audit.symmetries] == ["permutation"]
+    assert sum("is not tested" in note for note in audit.notes) == 3
+
+
 def test_the_l2_term_counts_for_the_minimum_and_not_for_the_measures() -> None:
     plain = fm.audit(objective(), measures=DETERMINISTIC, num_moves=1, generator=generator())
     decayed = fm.audit(objective(l2=0.1), measures=DETERMINISTIC, num_moves=1, generator=generator())

@@ -199,6 +199,9 @@ class _Run:
                 shifts = kind == "softmax shift"
                 difference = max(difference, check_equivalent(self.model, moved, inputs, shift_invariant=shifts))
                 moves.append(move)
+            if not all(self._moves_somewhere(move) for move in moves):
+                self.notes.append(f"Moves along {kind} did not change the parameters, so it is not tested. Try a larger scale.")
+                continue
             record = SymmetryRecord(
                 kind=kind,
                 dimension=sum(s.dimension for s in of_kind),
@@ -209,6 +212,13 @@ class _Run:
             self.attacks.append(_Attacks(record, tuple(moves)))
         if not self.attacks:
             self.notes.append("No symmetry was found in this network, so nothing could be moved: the numbers stand untested.")
+
+    def _moves_somewhere(self, move: Move) -> bool:
+        """Tell whether a move changes the parameters by more than a thousandth of their size."""
+        before = {name: p.detach() for name, p in self.model.named_parameters()}
+        after = move.apply_state(before | dict(self.model.named_buffers()))
+        change = sum(float((after[name] - p).square().sum()) for name, p in before.items())
+        return change > 1e-6 * sum(float(p.square().sum()) for p in before.values())
 
     def _canonicalize(self, symmetries: Symmetries) -> None:
         if not set(symmetries.kinds()) - {"permutation"}:

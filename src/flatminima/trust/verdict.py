@@ -30,14 +30,15 @@ def attack(kind: str, declared: bool, base: Reading, readings: Sequence[Reading]
         declared: Whether the measure claims to be invariant.
         base: The reading at the network as it is.
         readings: Those after the moves.
-        rtol: Relative change that counts as rounding, beside four standard errors of the difference.
+        rtol: Relative change that counts as rounding. Readings share their probes, so nothing else is allowed; but a permutation
+            deals the probes out anew, and there four standard errors of the difference are.
     """
     folds = tuple(
         fold(base.value, reading.value) if base.value is not None and reading.value is not None else None for reading in readings
     )
     if base.value is None or any(reading.value is None for reading in readings):
         verdict = FAILED
-    elif all(_same(base, reading, rtol) for reading in readings):
+    elif all(_same(base, reading, rtol, is_paired=kind != "permutation") for reading in readings):
         verdict = SURVIVES
     else:
         verdict = DEFECT if declared else MOVES
@@ -67,11 +68,13 @@ def minimum_verdict(loss: float, gradient_norm: float, smallest: float, largest:
         curvature = "no curvature is negative beyond rounding"
     if not stationary:
         return f"{slope} and {curvature}: not a stationary point, so further training would lower the loss."
-    return f"{slope} and {curvature}: {'not a strict minimum' if smallest < -noise else 'a minimum, flat directions aside'}."
+    end = "not a minimum, the loss still falls that way" if smallest < -noise else "a minimum, flat directions aside"
+    return f"{slope} and {curvature}: {end}."
 
 
-def _same(base: Reading, reading: Reading, rtol: float) -> bool:
+def _same(base: Reading, reading: Reading, rtol: float, *, is_paired: bool) -> bool:
     assert base.value is not None
     assert reading.value is not None
-    allowed = rtol * max(abs(base.value), abs(reading.value)) + _SIGMAS * math.hypot(base.stderr, reading.stderr)
+    noise = 0.0 if is_paired else _SIGMAS * math.hypot(base.stderr, reading.stderr)
+    allowed = rtol * max(abs(base.value), abs(reading.value)) + noise
     return abs(reading.value - base.value) <= allowed
