@@ -67,3 +67,13 @@ def test_progress_shows_the_stage_and_the_time_left(monkeypatch: pytest.MonkeyPa
     assert "training [bold]" in buffer.getvalue()
     assert "measuring" in buffer.getvalue()
     assert "left" in buffer.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 130])
+def test_every_verdict_and_number_is_whole_at_every_width(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    audit = example_audits.realistic()
+    text = _printed(audit, monkeypatch, width)
+    verdicts = [row.verdict for row in audit.rows]
+    for verdict in ("survives", "moves"):
+        assert text.count(verdict) >= verdicts.count(verdict) > 0
+    assert "…" not in text

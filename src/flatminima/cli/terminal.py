@@ -74,7 +74,7 @@ def print_audit(audit: Audit, files: Sequence[Path]) -> None:
     console.print(_preamble(audit))
     console.print()
     if audit.rows:
-        console.print(_trust_table(audit))
+        console.print(_trust_table(audit) if console.width >= _NARROW + 10 else _trust_list(audit))
         console.print(_key(audit))
         console.print()
     console.print(Text(headline(audit), style="bold"))
@@ -157,6 +157,17 @@ def _trust_table(audit: Audit) -> Table:
     for line in content.lines:
         shown.add_row(Text(line.title), *_cells(line))
     return shown
+
+
+def _trust_list(audit: Audit) -> Text:
+    """Return the trust table measure by measure, for a terminal too narrow for its columns: nothing is cut off."""
+    content, lines = table(audit), []
+    names = [column.text.lower() for column in content.columns[2:]]
+    for line in content.lines:
+        *numbers, verdict = _cells(line)
+        parts = [Text.assemble(f"{name} ", number) for name, number in zip(names, numbers, strict=True)]
+        lines.append(Text.assemble((line.title, "bold"), "  ", verdict, "\n  ", Text("; ").join(parts)))
+    return Text("\n").join(lines)
 
 
 def _cells(line: Line) -> list[Text]:
