@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import collections
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from flatminima import CheckpointError
 from flatminima.cli.checkpoints import load_into, read_checkpoint
@@ -132,4 +134,36 @@ def test_a_truncated_file_is_a_checkpoint_error(tmp_path: Path, name: str, share
 def test_anything_but_tensors_by_name_is_refused(tmp_path: Path, content: object, message: str) -> None:
     torch.save(content, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda own: {**own, **{f"module.{n}": t for n, t in own.items()}}, "twice, with and without a wrapper's prefix"),
+        (lambda own: {"state_dict": own, "model": own}, r"several state dicts \(state_dict, model\)"),
+        (lambda own: {n: t.long() for n, t in own.items()}, "of another kind: .* int64 for float32"),
+        (lambda own: {n: t.to(torch.complex64) for n, t in own.items()}, "of another kind: .* complex64 for float32"),
+        (lambda own: {n: t.to("meta") for n, t in own.items()}, "of another kind: .* without values"),
+    ],
+)
+def test_a_checkpoint_that_would_be_guessed_at_is_refused(
+    tmp_path: Path, content: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    model = nn.Linear(2, 3)
+    torch.save(content(dict(model.state_dict())), tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=message):
+        load_into(model, tmp_path / "model.pt")
+
+
+class Blocked:
+    """Unpickles to a call of a module that torch blocks by name."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("true",)
+
+
+def test_a_blocked_module_is_named_and_not_called_damage(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(1), "extra": Blocked()}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"holds more than tensors \((posix|nt)\.system\)"):
         read_checkpoint(tmp_path / "model.pt")

@@ -123,7 +123,7 @@ def test_what_does_not_belong_to_a_target_is_refused(setup: Path) -> None:
         prepare("mysetup:objective", checkpoint="nowhere.pt")
     with pytest.raises(ValueError, match="`data` must be None for digits-mlp"):
         prepare("digits-mlp", data="somewhere")
-    with pytest.raises(ValueError, match="mnist"):
+    with pytest.raises(TargetError, match=r"mnist-cnn needs --data PATH"):
         prepare("mnist-cnn")
     with pytest.raises(ValueError, match="--device warp9 is not there"):
         prepare("mysetup:objective", device="warp9")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +101,14 @@ def _command(arguments: argparse.Namespace) -> str:
 
 def _checked_folder(name: str) -> Path:
     """Return the folder for the report, after seeing that it can be made and written to; nothing is made yet."""
+    if not name:
+        raise ValueError("--out must name a folder. Got nothing.")
     folder = Path(name)
+    if folder.is_symlink() and not folder.exists():
+        raise ValueError(f"--out {folder}: a link to nothing. Name another folder.")
+    for file in (folder / "report.json", folder / "report.html"):
+        if file.is_dir():
+            raise ValueError(f"--out {folder}: {file} is a folder, where a file is to be written. Name another folder.")
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"--out {folder}: {existing} is a file. Name a folder.")
@@ -109,7 +118,13 @@ def _checked_folder(name: str) -> Path:
 
 
 def _write(audit: Audit, folder: Path) -> tuple[Path, Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / "report.json") as temporary:
-        audit.to_json(temporary)
-    return audit.to_html(folder / "report.html"), folder / "report.json"
+    """Write both files; an interruption waits until they are there, so that they belong together."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if threading.current_thread() is threading.main_thread() else None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / "report.json") as temporary:
+            audit.to_json(temporary)
+        return audit.to_html(folder / "report.html"), folder / "report.json"
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)

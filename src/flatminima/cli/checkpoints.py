@@ -28,12 +28,13 @@ def load_into(model: nn.Module, path: str | Path) -> None:
         CheckpointError: If the file cannot be read, or names or shapes do not fit; all of them are listed.
     """
     found, own = read_checkpoint(path), model.state_dict()
-    state = _renamed(found, own)
+    state = _renamed(found, own, path)
     _fill_tied(state, own)
     problems = [
         _listed("missing", (name for name in own if name not in state)),
         _listed("unexpected", (name for name in state if name not in own)),
         _listed("of another shape", (_shapes(name, state[name], own[name]) for name in own if _differ(name, state, own))),
+        _listed("of another kind", (_kinds(name, state[name], own[name]) for name in own if _unlike(name, state, own))),
     ]
     if any(problems):
         raise CheckpointError(f"{path} does not fit the model ({len(own)} tensors): {'; '.join(p for p in problems if p)}.")
@@ -52,10 +53,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     if isinstance(content, Mapping):
-        for entry in _ENTRIES:
-            if isinstance(content.get(entry), Mapping):
-                content = content[entry]
-                break
+        entries = [entry for entry in _ENTRIES if isinstance(content.get(entry), Mapping)]
+        if len(entries) > 1:
+            raise CheckpointError(f"{path} holds several state dicts ({', '.join(entries)}). Save the one that you mean alone.")
+        if entries:
+            content = content[entries[0]]
     if not isinstance(content, Mapping) or not content:
         raise CheckpointError(f"{path} must hold tensors by name (a state dict). Got {_described(content)}.")
     odd = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
@@ -83,7 +85,7 @@ def _read_torch(path: Path) -> Any:
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        blocked = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+        blocked = re.search(r"GLOBAL (\S+)", str(error))
         if blocked is None:
             raise CheckpointError(f"{path} is not a whole checkpoint of torch.save, nor named .safetensors.") from error
         raise CheckpointError(
@@ -94,10 +96,16 @@ def _read_torch(path: Path) -> Any:
         raise CheckpointError(f"{path} is not a whole checkpoint of torch.save, nor named .safetensors.") from error
 
 
-def _renamed(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _renamed(found: Mapping[str, Tensor], own: Mapping[str, Tensor], path: str | Path) -> dict[str, Tensor]:
     """Return the checkpoint under the model's names: prefixes of wrappers on either side do not count."""
     names = {_bare(name): name for name in own}
-    return {name if name in own else names.get(_bare(name), _bare(name)): value for name, value in found.items()}
+    state: dict[str, Tensor] = {}
+    for name, value in found.items():
+        renamed = name if name in own else names.get(_bare(name), _bare(name))
+        if renamed in state:
+            raise CheckpointError(f"{path} holds {renamed!r} twice, with and without a wrapper's prefix. Save one of them.")
+        state[renamed] = value
+    return state
 
 
 def _bare(name: str) -> str:
@@ -121,6 +129,24 @@ def _address(tensor: Tensor) -> tuple[object, ...]:
 
 def _differ(name: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> bool:
     return name in state and state[name].shape != own[name].shape
+
+
+def _unlike(name: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> bool:
+    """Return whether loading would drop what a tensor is: integers or complex numbers as weights, sparse or empty storage."""
+    if name not in state:
+        return False
+    found, wanted = state[name], own[name]
+    return found.layout != wanted.layout or found.is_meta or found.is_floating_point() != wanted.is_floating_point()
+
+
+def _kinds(name: str, found: Tensor, wanted: Tensor) -> str:
+    place = " without values" if found.is_meta else ""
+    return f"{name} {_kind(found)}{place} for {_kind(wanted)}"
+
+
+def _kind(tensor: Tensor) -> str:
+    layout = "" if tensor.layout == torch.strided else f"{tensor.layout} "
+    return f"{layout}{tensor.dtype}".replace("torch.", "")
 
 
 def _shapes(name: str, found: Tensor, wanted: Tensor) -> str:

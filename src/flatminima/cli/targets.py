@@ -57,7 +57,8 @@ def prepare(
         NonFiniteLoss: If the checkpoint gives a loss that is not finite; the batch is named.
     """
     if checkpoint is not None and not Path(checkpoint).is_file():
-        raise TargetError(f"--checkpoint: there is no file {checkpoint}.")
+        is_folder = Path(checkpoint).is_dir()
+        raise TargetError(f"--checkpoint: {f'{checkpoint} is a folder' if is_folder else f'there is no file {checkpoint}'}.")
     place = _device(device)
     objective = _built_in(target, data, seed, progress) if ":" not in target else _of_user(target, data, seed)
     if checkpoint is not None:
@@ -76,6 +77,8 @@ def _built_in(target: str, data: str | None, seed: int, progress: Progress) -> O
     if target not in names:
         hint = nearest(target, names)
         raise TargetError(f"There is no target {target!r}.{hint} Built in are {', '.join(names)}; your own is module:function.")
+    if target == "mnist-cnn" and data is None:
+        raise TargetError("mnist-cnn needs --data PATH: a file mnist.npz, or a folder with it or with the four idx files.")
     return problems.build(target, data=data, seed=seed, progress=progress).objective()
 
 
@@ -135,9 +138,9 @@ def _device(name: str | None) -> torch.device | None:
         return None
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"--device {name} is not there: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"--device {name} is not there: {str(error).splitlines()[0].split('. ')[0][:200]}.") from error
     return device
 
 

@@ -47,7 +47,7 @@ def with_error(value: float | None, stderr: float | None, digits: int = 4) -> st
         return number(value, digits)
     exponent, place = _exponent(max(abs(value), stderr), digits), 1 - _exponent(stderr, 2)
     if exponent + place >= _MOST_DIGITS:
-        return f"{number(value, _MOST_DIGITS)} ± {number(stderr, 2)}"
+        return f"{number(value, exponent + place)} ± {number(stderr, 2)}"  # never rounded further than its error
     if -4 < exponent < 6:
         return f"{value:,.{max(0, place)}f} ± {stderr:,.{max(0, place)}f}"
     place = max(0, exponent + place)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import final
 
 import torch
@@ -27,6 +28,7 @@ __all__ = ["audit"]
 
 _EIGENVALUES = 5
 _EXAMPLES_CHECKED = 64
+_LARGEST_SCALE = 10.0
 
 
 def audit(
@@ -77,7 +79,8 @@ def audit(
         raise NotSupported("An audit moves the model, so the objective must be Objective(model, loss(outputs, targets), data).")
     chosen = tuple(all_measures.get(m) if isinstance(m, str) else m for m in measures or all_measures.available())
     check_at_least("num_moves", num_moves, 1)
-    check_positive("scale", scale)
+    if check_positive("scale", scale) > _LARGEST_SCALE:
+        raise ValueError(f"`scale` must be at most {_LARGEST_SCALE} (factors are exp of it, and overflow). Got {scale}.")
     seed = _seed(check_generator(generator))
     run = _Run(objective, chosen, num_moves, scale, seed, dtype, target, command, progress)
     for partial in run.steps():
@@ -168,6 +171,7 @@ class _Run:
             smallest_residual=residuals[-1],
             largest_eigenvalue=values[0],
             noise=noise,
+            num_products=pairs.num_products + 1,
             verdict=minimum_verdict(float(loss), float(gradient.norm()), values[-1], values[0], noise),
         )
         self.spectrum = Spectrum(tuple(values[:k]), tuple(values[k:]), tuple(residuals))
@@ -326,7 +330,11 @@ class _Run:
                 "canonical_form": self.canonical_form,
                 "relative_tolerance": self._rtol,
                 "measures": [repr(m) for m in self.measures],
-                "versions": {"torch": torch.__version__, "python": platform.python_version()},
+                "versions": {
+                    "flatminima": version("flatminima"),
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
                 "threads": torch.get_num_threads(),
             },
             command=self.command,

@@ -131,6 +131,7 @@ class MinimumCheck:
         largest_eigenvalue: λ_max of the Hessian.
         noise: Size below which an eigenvalue counts as zero.
         verdict: In words.
+        num_products: Hessian products that the check took.
     """
 
     loss: float
@@ -140,6 +141,7 @@ class MinimumCheck:
     largest_eigenvalue: float
     noise: float
     verdict: str
+    num_products: int = 0
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,9 @@ class Audit:
 
     @property
     def num_products(self) -> int:
-        """Products with a curvature matrix, over all readings."""
-        return sum(reading.num_products for reading in self.readings())
+        """Products with a curvature matrix, over all readings and the check of the minimum."""
+        check = self.minimum.num_products if self.minimum else 0
+        return check + sum(reading.num_products for reading in self.readings())
 
     @property
     def num_gradients(self) -> int:

@@ -1,0 +1,7 @@
+"""``python -m flatminima``: the command."""
+
+import sys
+
+from flatminima.cli import main
+
+sys.exit(main())
