@@ -1,4 +1,4 @@
-"""Find out how flat a minimum of a neural network is, whether that number can be trusted, and train into flatter ones.
+"""Find out how flat a minimum of a neural network is, and whether that number can be trusted.
 
 Names are imported when they are first used, so that ``import flatminima`` is quick and loads no package for drawing or pages.
 

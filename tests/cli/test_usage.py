@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 import flatminima
 from flatminima import problems
+from flatminima.cli import entry
 from tests.cli.conftest import Result
 
 _COMMAND = Path(sys.executable).parent / "flatminima"
@@ -71,6 +73,25 @@ def test_a_terminal_that_knows_no_unicode_gets_the_list_all_the_same() -> None:
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([_COMMAND, "measures"], env=env, capture_output=True, check=True)
     assert b"hessian-trace" in done.stdout
+
+
+def test_a_number_stays_that_number_where_its_signs_cannot_be_encoded() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    entry._print_anything(stream)
+    stream.write("(−2.82 ± 0.77)×10⁻⁵ ✓")
+    stream.seek(0)
+    assert stream.read() == "(-2.82 +/- 0.77)x10^-5 ok"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="closes a stream by the shell")
+def test_a_closed_stdout_is_no_failure() -> None:
+    done = subprocess.run(f"{_COMMAND} measures >&-", shell=True, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "flatminima", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("flatminima ")
 
 
 def test_a_reader_that_stops_reading_causes_no_traceback() -> None:

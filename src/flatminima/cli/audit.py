@@ -28,8 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; see ``flatminima audit --help``."""
     folder = _checked_folder(arguments.out)
     chosen = None if arguments.measures is None else [measures.get(name) for name in arguments.measures]
-    threads = arguments.threads or torch.get_num_threads()
-    torch.set_num_threads(arguments.threads or (1 if ":" not in arguments.target else threads))  # the built-in ones are small
+    threads = torch.get_num_threads()
+    if ":" not in arguments.target:  # the built-in ones are small, and train alike whatever --threads says
+        torch.set_num_threads(1)
     latest: list[Audit] = []
     try:
         with progress_bar(hidden=arguments.quiet) as progress:
@@ -44,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
             )
             if arguments.threads is None:
                 _use_the_faster_number_of_threads(objective, threads)
+            else:
+                torch.set_num_threads(arguments.threads)
             audit = trust.audit(
                 objective,
                 measures=chosen,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 import warnings
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, or 2 for bad usage or bad input, 130 when interrupted, 1 for an error that was not foreseen.
     """
     arguments_given = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     _print_anything(sys.stdout)
     _print_anything(sys.stderr)
     arguments = build_parser().parse_args(arguments_given)
@@ -66,11 +68,37 @@ def _one_line(error: BaseException) -> str:
     return str(error).strip() or f"{type(error).__name__}."
 
 
-def _print_anything(stream: TextIO) -> None:
-    """Replace what a terminal cannot encode, rather than failing on a "±"."""
+def _open_closed_streams() -> None:
+    """Where the caller has closed stdout or stderr, print to nowhere instead of failing at the first word."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115  (as long as the process)
+
+
+def _print_anything(stream: TextIO | None) -> None:
+    """Spell out what a terminal cannot encode: "±" becomes "+/-", and a number stays that number."""
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure is not None:
-        reconfigure(errors="replace")
+        codecs.register_error("flatminima", _spelt_out)
+        reconfigure(errors="flatminima")
+
+
+_SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+_SPELT = {
+    "−": "-", "–": "-", "×": "x", "±": "+/-", "…": "...", "·": "*", "∘": "*", "≤": "<=", "√": "sqrt", "Σ": "sum ", "∞": "inf",
+    "λ": "lambda", "θ": "theta", "δ": "delta", "ε": "eps", "ρ": "rho", "α": "alpha", "∇": "grad ", "‖": "||", "₂": "2", "²": "^2",
+    "ᵀ": "^T", "✓": "ok", "↕": "~", "✗": "!", "─": "-", "’": "'",
+}  # fmt: skip
+
+
+def _spelt_out(error: UnicodeError) -> tuple[str, int]:
+    """Handle a run of characters that cannot be encoded."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    run = error.object[error.start : error.end]
+    if run.strip("⁻⁰¹²³⁴⁵⁶⁷⁸⁹") == "":
+        return "^" + run.translate(_SUPERSCRIPTS), error.end
+    return "".join(_SPELT.get(character, "?") for character in run), error.end
 
 
 def _show_warning(

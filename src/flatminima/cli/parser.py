@@ -101,7 +101,7 @@ def _add_audit(commands: argparse._SubParsersAction[_Parser], common: _Parser) -
         "--threads",
         metavar="N",
         type=_positive(int),
-        help="threads on the CPU (default: all where that makes gradients clearly faster, otherwise one)",
+        help="threads for the audit on the CPU (default: all where that makes gradients clearly faster, otherwise one)",
     )
     add("--quiet", action="store_true", help="print nothing but errors")
     audit.set_defaults(run=_run_audit)

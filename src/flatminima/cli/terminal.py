@@ -187,7 +187,7 @@ def _key(audit: Audit) -> Text:
     if not moves:
         return Text("No symmetry, no test: the values stand as measured.", style="dim")
     return Text(
-        f"×: largest factor over {moves} random moves that left the outputs unchanged. canonical: compare this one.", "dim"
+        f"×: largest factor over {moves} random moves that left the predictions unchanged. canonical: compare this one.", "dim"
     )
 
 

@@ -41,8 +41,8 @@ class MinimumSharpness(Measure):
     key = "minimum-sharpness"
     title = "Minimum sharpness (layers)"
     source = "Ibayashi et al. 2021, Def. 1 and Prop. 1"
-    formula = "min_α Tr H(T_α θ), one factor α per layer"
-    meaning = "The trace after each layer has been scaled so as to make it smallest."
+    formula = "min_α Tr G(T_α θ), one factor α per layer; Tr G = Tr H where piecewise linear"
+    meaning = "The trace of the Gauss-Newton matrix after each layer has been scaled so as to make it smallest."
     cost = "K backward passes for K classes"
 
     @property

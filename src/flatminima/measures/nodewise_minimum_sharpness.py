@@ -33,8 +33,8 @@ class NodewiseMinimumSharpness(Measure):
     key = "nodewise-minimum-sharpness"
     title = "Minimum sharpness (units)"
     source = "this library; extends Ibayashi et al. 2021"
-    formula = "min_s Tr H(T_s θ), one factor s per hidden unit"
-    meaning = "The trace after each hidden unit has been scaled so as to make it smallest."
+    formula = "min_s Tr G(T_s θ), one factor s per hidden unit; Tr G = Tr H where piecewise linear"
+    meaning = "The trace of the Gauss-Newton matrix after each hidden unit has been scaled so as to make it smallest."
     cost = "K backward passes for K classes"
 
     @property

@@ -1,4 +1,4 @@
-"""The built-in audit targets: small networks on real images, trained to a minimum in seconds from a fixed seed."""
+"""The built-in audit targets: small networks on real images, trained in seconds from a fixed seed, to or near a minimum."""
 
 from __future__ import annotations
 
