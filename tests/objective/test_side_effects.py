@@ -286,11 +286,12 @@ class Caching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.scale = nn.Linear(3, 3), torch.ones(3)
+        self.layer, self.scale, self.count = nn.Linear(3, 3), torch.ones(3), torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = x
         self.scale = self.scale * 2
+        self.count += 1
         return self.layer(x)
 
 
@@ -300,3 +301,4 @@ def test_tensors_that_a_forward_pass_hangs_on_modules_are_taken_off() -> None:
     Hessian(Objective(model, F.cross_entropy, (torch.ones(2, 3), Y[:2]))) @ torch.ones(12)
     assert model.scale is scale
     assert not hasattr(model, "last")
+    assert model.count == 0

@@ -84,8 +84,10 @@ def _mode(model: nn.Module, mode: str) -> Iterator[None]:
 
 @contextmanager
 def _tensor_attributes(model: nn.Module) -> Iterator[None]:
-    """Put back the plain tensors that forward passes hang on modules: caches, weights that a hook computes."""
+    """Put back the plain tensors on modules that forward passes set or write to: caches, counters, computed weights."""
     before = [(m, {name: v for name, v in vars(m).items() if isinstance(v, torch.Tensor)}) for m in model.modules()]
+    leaves = {id(v): v for _, tensors in before for v in tensors.values() if v.is_leaf and not v.is_inference()}
+    contents = [(leaf, leaf._version, leaf.detach().clone()) for leaf in leaves.values()]
     try:
         yield
     finally:
@@ -94,6 +96,10 @@ def _tensor_attributes(model: nn.Module) -> Iterator[None]:
             for name in [n for n, v in attributes.items() if isinstance(v, torch.Tensor) and n not in tensors]:
                 del attributes[name]
             attributes.update(tensors)
+        with torch.no_grad():
+            for leaf, version, content in contents:
+                if leaf._version != version:
+                    leaf.copy_(content)
 
 
 @contextmanager
