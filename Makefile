@@ -20,8 +20,8 @@ demo: $(VENV)/.stamp-run  ## install, then audit a small network on real digits;
 test: lint  ## install, then run every check but the tests marked slow
 	$(PYTEST)
 
-test-all: lint  ## the same with the tests marked slow
-	$(PYTEST) -m "slow or not slow"
+test-all: lint  ## the same with the tests marked slow, and new random examples for the properties
+	$(PYTEST) -m "slow or not slow" --hypothesis-profile=default
 
 lint: $(VENV)/.stamp-dev  ## style, types and the order of the layers, without the tests
 	$(BIN)/ruff check

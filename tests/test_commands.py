@@ -67,7 +67,7 @@ def test_test_runs_every_check(check: str) -> None:
 def test_test_leaves_out_only_what_is_marked_slow() -> None:
     (pytest_line,) = (line for line in _dry_run("test").splitlines() if "/pytest" in line)
     (full_line,) = (line for line in _dry_run("test-all").splitlines() if "/pytest" in line)
-    assert full_line == f'{pytest_line} -m "slow or not slow"'
+    assert full_line == f'{pytest_line} -m "slow or not slow" --hypothesis-profile=default'
     assert " -m " not in pytest_line
 
 

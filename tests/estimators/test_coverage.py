@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
-from scipy.stats import t
 from torch import Tensor
 
 from flatminima.estimators import Estimate, block_traces, diagonal, frobenius_norm, trace
@@ -18,33 +16,15 @@ NUM_RUNS = 1000
 SPECTRA = {"indefinite": indefinite(), "decaying": decaying()}
 
 
-@cache
-def quantile(num_samples: int) -> float:
-    return float(t.ppf(0.975, num_samples - 1))
-
-
-def covered(estimate: Estimate, truth: Tensor) -> Tensor:
-    half = quantile(estimate.num_samples) * estimate.stderr
-    return ((estimate.value - truth).abs() <= half).double()
-
-
 def coverage(run: Callable[[torch.Generator], Estimate], truth: Tensor, num_runs: int = NUM_RUNS) -> tuple[Tensor, float]:
     """Return the share of runs whose interval holds the truth, by entry, and the mean number of samples."""
     hits, samples = torch.zeros_like(truth), 0
     for seed in range(num_runs):
         estimate = run(rng(seed))
-        hits += covered(estimate, truth)
+        low, high = estimate.interval(0.95)
+        hits += ((low <= truth) & (truth <= high)).double()
         samples += estimate.num_samples
     return hits / num_runs, samples / num_runs
-
-
-def test_the_counting_agrees_with_the_interval_method() -> None:
-    estimate = trace(as_operator(rotated(indefinite())), method="hutchinson", num_products=10, generator=rng(0))
-    low, high = estimate.interval(0.95)
-    inside = (low + high) / 2 + 0.49999 * (high - low)
-    outside = (low + high) / 2 + 0.50001 * (high - low)
-    assert covered(estimate, inside) == 1
-    assert covered(estimate, outside) == 0
 
 
 @pytest.mark.parametrize("probes", ["rademacher", "gaussian"])
@@ -68,8 +48,8 @@ def test_block_traces_cover_the_truth_at_their_stated_level(probes: str, stop: d
 
     def run(generator: torch.Generator) -> Estimate:
         parts = list(block_traces(A, method="hutchinson", probes=probes, generator=generator, **stop).values())
-        value, stderr = torch.stack([e.value for e in parts]), torch.stack([e.stderr for e in parts])
-        return Estimate(value, stderr, num_samples=parts[0].num_samples)
+        value, stderr, skewness = (torch.stack([getattr(e, name) for e in parts]) for name in ("value", "stderr", "skewness"))
+        return Estimate(value, stderr, num_samples=parts[0].num_samples, skewness=skewness)
 
     level, samples = coverage(run, truth)
     assert ((level >= 0.93) & (level <= 0.97)).all()
@@ -88,6 +68,16 @@ def test_frobenius_norm_covers_the_truth_at_its_stated_level(spectrum: str, prob
     level, samples = coverage(lambda g: frobenius_norm(A, method="hutchinson", probes=probes, generator=g, **stop), truth)
     assert 0.93 <= level <= 0.97
     assert samples > 80 or "num_products" in stop
+
+
+@pytest.mark.parametrize("probes", ["rademacher", "gaussian"])
+def test_the_skewness_of_a_dominated_spectrum_does_not_cost_coverage(probes: str) -> None:
+    # half of the trace in one of 200 eigenvalues, as at the end of a training: a sample is then as skewed as a χ² with one
+    # degree of freedom, and Student's t alone covers 91 % with 30 products
+    M = rotated(torch.cat([torch.full((1,), 200.0), torch.linspace(0.5, 1.5, 199)]))
+    A = as_operator(M)
+    level, _ = coverage(lambda g: trace(A, method="hutchinson", probes=probes, num_products=40, generator=g), M.trace())
+    assert 0.93 <= level <= 0.97
 
 
 @pytest.mark.parametrize("stop", [{"num_products": 16}, {"rtol": 0.12}])

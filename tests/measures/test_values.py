@@ -109,8 +109,13 @@ def test_ascent_reaches_the_trust_region_maximum_of_a_quadratic(seed: int) -> No
     radius = 0.7
     values, vectors = torch.linalg.eigh(H)
     found = maximize_in_ball(
-        lambda z: (b @ z + 0.5 * z @ H @ z, b + H @ z), (b, vectors[:, -1], -vectors[:, -1]), radius, num_steps=500
+        lambda z: (b @ z + 0.5 * z @ H @ z, b + H @ z),
+        (b, vectors[:, -1], -vectors[:, -1]),
+        radius,
+        num_steps=5000,
+        rtol=1e-10,
     )
+    assert found.converged
     # The maximiser solves (μI − H) z = b with ‖z‖ = radius and μ ≥ λ_max.
     low, high = values[-1].item() + 1e-12, values[-1].item() + b.norm().item() / radius + 1.0
     for _ in range(200):
@@ -118,7 +123,7 @@ def test_ascent_reaches_the_trust_region_maximum_of_a_quadratic(seed: int) -> No
         norm = torch.linalg.solve(middle * torch.eye(6, dtype=D64) - H, b).norm().item()
         low, high = (middle, high) if norm > radius else (low, middle)
     z = torch.linalg.solve(high * torch.eye(6, dtype=D64) - H, b)
-    assert found.value.item() == pytest.approx((b @ z + 0.5 * z @ H @ z).item(), rel=1e-5)
+    assert found.value.item() == pytest.approx((b @ z + 0.5 * z @ H @ z).item(), rel=1e-7)
     assert found.point.norm().item() <= radius * (1 + 1e-12)
 
 

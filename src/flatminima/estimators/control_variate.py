@@ -153,6 +153,7 @@ def _sample_active(
         value=offset + samples.mean,
         stderr=(start.stderr**2 + samples.stderr**2).sqrt(),
         num_samples=samples.num_samples,
+        skewness=samples.skewness,
         num_products=estimate.num_products + samples.num_products,
         converged=samples.converged,
     )

@@ -77,6 +77,7 @@ def by_probes(A: LinearOperator, quantity: Quantity, plan: Plan, *, spent: int =
         samples.stderr,
         method="hutchinson",
         num_samples=samples.num_samples,
+        skewness=samples.skewness,
         num_products=spent,
         converged=samples.converged,
     )

@@ -118,6 +118,7 @@ class Samples:
     Attributes:
         mean: Any shape.
         stderr: Same shape.
+        skewness: Of a single sample, same shape; 0 where the samples are equal.
         num_samples: Number of samples.
         num_products: Products made for them.
         converged: Whether the stop rule was met.
@@ -126,6 +127,7 @@ class Samples:
 
     mean: Tensor
     stderr: Tensor
+    skewness: Tensor
     num_samples: int
     num_products: int
     converged: bool
@@ -133,7 +135,7 @@ class Samples:
 
 
 class _Moments:
-    """Running mean and variance by merging blocks (Chan, Golub & LeVeque 1983), about the first sample.
+    """Running mean, variance and skewness by merging blocks (Chan, Golub & LeVeque 1983; Pébay 2008), about the first sample.
 
     Measuring from the first sample keeps equal samples exact: their mean is that number and their variance is 0.
     """
@@ -146,12 +148,14 @@ class _Moments:
         block = block.to(torch.float64)
         if not self.count:
             self._origin = block[0].clone()
-            self._mean, self._squares = torch.zeros_like(self._origin), torch.zeros_like(self._origin)
+            self._mean, self._squares, self._cubes = (torch.zeros_like(self._origin) for _ in range(3))
         block = block - self._origin
         size, mean = block.shape[0], block.mean(0)
         total = self.count + size
-        shift = mean - self._mean
-        self._squares += ((block - mean) ** 2).sum(0) + shift**2 * (self.count * size / total)
+        shift, squares = mean - self._mean, ((block - mean) ** 2).sum(0)
+        self._cubes += ((block - mean) ** 3).sum(0) + shift**3 * (self.count * size * (self.count - size) / total**2)
+        self._cubes += 3 * shift * (self.count * squares - size * self._squares) / total
+        self._squares += squares + shift**2 * (self.count * size / total)
         self._mean += shift * (size / total)
         self.count = total
 
@@ -162,6 +166,10 @@ class _Moments:
     @property
     def stderr(self) -> Tensor:
         return (self._squares / (max(self.count - 1, 1) * self.count)).sqrt()
+
+    @property
+    def skewness(self) -> Tensor:
+        return (self._cubes / self.count / (self._squares / self.count) ** 1.5).nan_to_num(0.0, 0.0, 0.0)
 
 
 def draw_probes(A: LinearOperator, count: int, plan: Plan) -> Tensor:
@@ -231,7 +239,7 @@ def sample_mean(
             break
         look = min(limit, math.ceil(min(needed, 2 * moments.count)))
         total = math.ceil(min(limit, needed)) * cost + spent
-    return Samples(moments.mean, moments.stderr, moments.count, moments.count * cost, converged, gave_up)
+    return Samples(moments.mean, moments.stderr, moments.skewness, moments.count, moments.count * cost, converged, gave_up)
 
 
 def _affordable(deadline: float, started: float, count: int) -> float:

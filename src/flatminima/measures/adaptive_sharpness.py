@@ -78,6 +78,7 @@ class AdaptiveAverageSharpness(Measure):
             samples.std() / self.num_pairs**0.5,
             method="antithetic noise",
             num_samples=self.num_pairs,
+            skewness=(((samples - samples.mean()) / samples.std(correction=0)) ** 3).mean().nan_to_num(0.0),
             num_products=curvature.num_products,
             num_gradients=curvature.num_gradients,
             num_losses=1 + 2 * self.num_pairs,
