@@ -95,8 +95,7 @@ def realistic(**changes: Any) -> Audit:
             smallest_residual=2e-6,
             largest_eigenvalue=31.42,
             noise=1e-5,
-            verdict="Nearly a minimum: the gradient is small beside the curvature, and the most negative "
-            "curvature is 1e-4 of the largest.",
+            verdict="saddle",
         ),
         spectrum=Spectrum(
             largest=(31.42, 22.7, 18.1, 14.4, 9.6, 7.2, 5.9, 4.1, 2.2, 1.1),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,18 @@ def test_a_defect_is_told_in_words_not_only_in_colour(monkeypatch: pytest.Monkey
     text = _printed(example_audits.odd(), monkeypatch, width=160)
     assert "DEFECT ×4" in text
     assert "changes sign" in text
+
+
+def test_footnotes_tell_undeclared_survivals_and_bounds_that_had_not_converged(monkeypatch: pytest.MonkeyPatch) -> None:
+    audit = example_audits.realistic()
+    assert "declared invariant" not in _printed(audit, monkeypatch)
+    trace = audit.rows[1]
+    survives = replace(trace.attacks[0], verdict="survives", declared_invariant=False, folds=(1.0, 1.0, 1.0))
+    row = replace(trace, base=replace(trace.base, converged=False), attacks=(survives,), verdict="survives")
+    text = _printed(replace(audit, rows=(row,)), monkeypatch)
+    assert "214.0 ± 2.1*" in text
+    assert "✓ ×1°" in text
+    assert "°: unchanged here, though the measure is not declared invariant. *: not converged." in " ".join(text.split())
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])

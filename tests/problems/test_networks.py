@@ -14,8 +14,8 @@ from flatminima.problems import digits_cnn, mlp, mnist_cnn
     ("build", "side", "num_parameters"),
     [
         (partial(mlp, [64, 32, 32, 10]), 8, 64 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10),
-        (digits_cnn, 8, 6138),
-        (mnist_cnn, 28, 30134),
+        (digits_cnn, 8, 1922),
+        (mnist_cnn, 28, 11978),
     ],
 )
 def test_networks_map_images_to_ten_logits(build: Callable[[], nn.Module], side: int, num_parameters: int) -> None:

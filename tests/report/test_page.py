@@ -90,6 +90,14 @@ def test_the_embedded_json_is_the_audit_and_cannot_end_its_element() -> None:
     assert "<" not in block
 
 
+def test_every_fold_change_stands_beside_its_declaration() -> None:
+    audit = example_audits.realistic()
+    page = render(audit)
+    declared = [attack.declared_invariant for row in audit.rows for attack in row.attacks]
+    assert page.count("declared invariant</small>") == declared.count(True)
+    assert page.count("declared variant</small>") == declared.count(False)
+
+
 def test_hostile_text_appears_only_escaped() -> None:
     text = render(example_audits.odd())
     assert "<script>document" not in text

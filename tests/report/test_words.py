@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from flatminima.report.words import VERDICTS, Finding, cost_of, findings, headline, outputs_agree, verdict_of
 from flatminima.trust import Audit, Reading
-from flatminima.trust.verdict import minimum_verdict
 from tests import example_audits
 
 
@@ -52,13 +51,27 @@ def test_every_row_is_in_one_finding() -> None:
         assert sum(len(finding.items) for finding in findings(audit)) == len(audit.rows)
 
 
-def test_a_point_in_mid_training_is_bad_news() -> None:
+def _at(**check: float | str) -> Audit:
     audit = example_audits.realistic()
     assert audit.minimum is not None
-    verdict = minimum_verdict(loss=0.1, gradient_norm=1.0, smallest=-1.0, largest=2.0, noise=1e-9)
-    changed = replace(audit, minimum=replace(audit.minimum, verdict=verdict))
-    assert _finding(changed, "Is this a minimum?").tone == "bad"
-    assert _finding(audit, "Is this a minimum?").tone == "plain"
+    return replace(audit, minimum=replace(audit.minimum, **check))
+
+
+def test_an_unfinished_training_limits_what_may_be_compared() -> None:
+    unfinished = _at(loss=0.1, gradient_norm=0.3, largest_eigenvalue=3.0, verdict="slope")
+    point = _finding(unfinished, "Is this a minimum?")
+    assert point.tone == "bad"
+    assert "further training would lower the loss (one step of 1/λ_max by 15% or more)" in point.text
+    assert _finding(unfinished, "Unchanged, but not at a minimum").tone == "care"
+    assert "May be compared between networks" not in [finding.title for finding in findings(unfinished)]
+
+
+def test_a_saddle_is_named_with_its_curvature_and_a_minimum_with_its_flat_directions() -> None:
+    saddle = _finding(_at(smallest_eigenvalue=-0.5, largest_eigenvalue=5.0, verdict="saddle"), "Is this a minimum?")
+    assert "negative curvature (down to −0.500, 10.0% of the largest): not a minimum" in saddle.text
+    assert saddle.tone == "plain"
+    minimum = _finding(_at(smallest_eigenvalue=-1e-9, noise=1e-8, verdict="minimum"), "Is this a minimum?")
+    assert "no curvature is negative beyond rounding: a minimum, flat directions aside" in minimum.text
 
 
 def test_the_largest_difference_of_the_outputs_is_given_unless_one_is_unknown() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 
 from flatminima import measures, trust
 from flatminima.cli.entry import INTERRUPTED, complain
+from flatminima.cli.interrupts import put_off
 from flatminima.cli.targets import prepare
 from flatminima.cli.terminal import print_audit, progress_bar
 from flatminima.objective import Objective
@@ -121,13 +120,9 @@ def _checked_folder(name: str) -> Path:
 
 
 def _write(audit: Audit, folder: Path) -> tuple[Path, Path]:
-    """Write both files; an interruption waits until they are there, so that they belong together."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if threading.current_thread() is threading.main_thread() else None
-    try:
+    """Write both files, uninterrupted, so that they belong together."""
+    with put_off():
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / "report.json") as temporary:
             audit.to_json(temporary)
         return audit.to_html(folder / "report.html"), folder / "report.json"
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)

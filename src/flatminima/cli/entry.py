@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import os
 import sys
@@ -10,7 +11,8 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from flatminima._errors import FlatminimaError
-from flatminima.cli.parser import build_parser
+from flatminima.cli.interrupts import one_at_a_time, put_off
+from flatminima.cli.parser import Command, build_parser
 
 __all__ = ["BAD_INPUT", "INTERRUPTED", "UNEXPECTED", "complain", "main"]
 
@@ -33,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(arguments_given)
     arguments.command_line = arguments_given
     try:
-        with warnings.catch_warnings():
+        with one_at_a_time(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            status: int = arguments.run(arguments)
+            status = _load(arguments)(arguments)
             sys.stdout.flush()
             return status
     except KeyboardInterrupt:
@@ -55,6 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         complain(f"unexpected {type(error).__name__}: {_one_line(error)} Run with --debug for the traceback.")
         return UNEXPECTED
+
+
+def _load(arguments: argparse.Namespace) -> Command:
+    """Import a command whole: an interruption in the middle of torch's import can get lost, or leave half of it."""
+    with put_off() as interruptions:
+        command: Command = arguments.load()
+    if interruptions:
+        raise KeyboardInterrupt
+    return command
 
 
 def complain(message: str) -> None:
@@ -87,7 +98,7 @@ _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _SPELT = {
     "−": "-", "–": "-", "×": "x", "±": "+/-", "…": "...", "·": "*", "∘": "*", "≤": "<=", "√": "sqrt", "Σ": "sum ", "∞": "inf",
     "λ": "lambda", "θ": "theta", "δ": "delta", "ε": "eps", "ρ": "rho", "α": "alpha", "∇": "grad ", "‖": "||", "₂": "2", "²": "^2",
-    "ᵀ": "^T", "✓": "ok", "↕": "~", "✗": "!", "─": "-", "’": "'",
+    "ᵀ": "^T", "°": "'", "✓": "ok", "↕": "~", "✗": "!", "─": "-", "’": "'",
 }  # fmt: skip
 
 

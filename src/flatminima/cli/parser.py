@@ -9,10 +9,13 @@ from typing import NoReturn, TypeVar
 
 from flatminima._suggest import nearest
 
-__all__ = ["DTYPES", "build_parser"]
+__all__ = ["DTYPES", "Command", "build_parser"]
 
 _Number = TypeVar("_Number", int, float)
 
+Command = Callable[[argparse.Namespace], int]
+
+_MOST_THREADS = 1024
 DTYPES = ("float64", "float32", "model")
 
 _AUDIT = """\
@@ -58,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; ``arguments.run`` is what to call."""
+    """Return the parser of the whole command line; ``arguments.load`` imports a command and returns it."""
     common = _Parser(add_help=False)
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
     parser = _Parser(
@@ -100,11 +103,11 @@ def _add_audit(commands: argparse._SubParsersAction[_Parser], common: _Parser) -
     add(
         "--threads",
         metavar="N",
-        type=_positive(int),
+        type=_threads,
         help="threads for the audit on the CPU (default: all where that makes gradients clearly faster, otherwise one)",
     )
     add("--quiet", action="store_true", help="print nothing but errors")
-    audit.set_defaults(run=_run_audit)
+    audit.set_defaults(load=_load_audit)
 
 
 def _add_measures(commands: argparse._SubParsersAction[_Parser], common: _Parser) -> None:
@@ -116,19 +119,19 @@ def _add_measures(commands: argparse._SubParsersAction[_Parser], common: _Parser
         allow_abbrev=False,
     )
     measures.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    measures.set_defaults(run=_run_measures)
+    measures.set_defaults(load=_load_measures)
 
 
-def _run_audit(arguments: argparse.Namespace) -> int:
+def _load_audit() -> Command:
     from flatminima.cli.audit import run
 
-    return run(arguments)
+    return run
 
 
-def _run_measures(arguments: argparse.Namespace) -> int:
+def _load_measures() -> Command:
     from flatminima.cli.measures import run
 
-    return run(arguments)
+    return run
 
 
 class _Version(argparse.Action):
@@ -153,6 +156,13 @@ def _positive(kind: type[_Number]) -> Callable[[str], _Number]:
         return value
 
     return parse
+
+
+def _threads(text: str) -> int:
+    value = _positive(int)(text)
+    if value > _MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"must be at most {_MOST_THREADS:,} (more crash PyTorch). Got {text!r}")
+    return value
 
 
 def _seed(text: str) -> int:

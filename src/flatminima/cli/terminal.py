@@ -17,13 +17,14 @@ from rich.text import Text
 
 from flatminima import _progress
 from flatminima.plots.numbers import number, typeset
-from flatminima.report.view import Line, table
+from flatminima.report.view import Cell, Line, table
 from flatminima.report.words import VERDICTS, findings, headline
 from flatminima.trust import Audit
 
 __all__ = ["print_audit", "print_measures", "progress_bar"]
 
 _STYLES = {"survives": "green", "moves": "yellow", "defect": "bold red", "failed": "red", "untested": "dim", "": ""}
+_FOOTNOTES = {"°": "unchanged here, though the measure is not declared invariant", "*": "not converged"}
 _WIDTH_WITHOUT_TERMINAL, _NARROW, _MESSAGE = 120, 100, 44
 
 
@@ -176,7 +177,7 @@ def _cells(line: Line) -> list[Text]:
     for cell in numbers:
         mark = f"{VERDICTS[cell.verdict].mark} " if cell.verdict else ""
         word = "DEFECT " if cell.verdict == "defect" else ""
-        cells.append(Text(f"{mark}{word}{cell.text}", style=_STYLES[cell.verdict]))
+        cells.append(Text(f"{mark}{word}{cell.text}{_footnotes(cell)}", style=_STYLES[cell.verdict]))
     verdict = VERDICTS[line.verdict]
     cells.append(Text(f"{verdict.mark} {verdict.word}", style=f"bold {_STYLES[line.verdict]}".strip()))
     return cells
@@ -184,11 +185,19 @@ def _cells(line: Line) -> list[Text]:
 
 def _key(audit: Audit) -> Text:
     moves = max((len(attack.folds) for row in audit.rows for attack in row.attacks), default=0)
-    if not moves:
-        return Text("No symmetry, no test: the values stand as measured.", style="dim")
-    return Text(
-        f"×: largest factor over {moves} random moves that left the predictions unchanged. canonical: compare this one.", "dim"
-    )
+    if moves:
+        words = f"×: largest factor over {moves} random moves that left the predictions unchanged. canonical: compare this one."
+    else:
+        words = "No symmetry, no test: the values stand as measured."
+    marks = "".join(_footnotes(cell) for line in table(audit).lines for cell in line.cells)
+    words += "".join(f" {mark}: {meaning}." for mark, meaning in _FOOTNOTES.items() if mark in marks)
+    return Text(words, style="dim")
+
+
+def _footnotes(cell: Cell) -> str:
+    """Return the marks behind a number. A defect, which is declared invariant, has a word of its own."""
+    survives_undeclared = cell.verdict == "survives" and cell.declared is False
+    return ("°" if survives_undeclared else "") + ("*" if cell.note else "")
 
 
 def _printed(value: float | None, digits: int = 3) -> str:

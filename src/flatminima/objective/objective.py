@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatminima._checks import check_at_least, check_generator, check_one_of, check_positive, check_shape
 from flatminima._errors import NotDeterministic, NotSupported
-from flatminima.objective.batches import Batches, inputs_and_targets, rows
+from flatminima.objective.batches import Batches, inputs_and_targets, rows, tensors_of
 from flatminima.objective.evaluators import ClosureEvaluator, Evaluation, Evaluator, ModelEvaluator, gradients_of
 from flatminima.objective.inspection import Inspection, inspect_data
 from flatminima.objective.losses import Loss, LossFunction
@@ -250,6 +250,12 @@ class Objective:
         with old.session():
             batches = Batches(list(old.prepared()))
         return self._with(_evaluator=old.replaced(batches=batches))
+
+    def data_tensors(self) -> list[Tensor]:
+        """Return the tensors of all batches, in order, as they enter the computation."""
+        evaluator = self.model_evaluator("The data")
+        with evaluator.session():
+            return [tensor for batch in evaluator.prepared() for tensor in tensors_of(batch)]
 
     def without_l2(self) -> Objective:
         """Return the same objective without its l2 term."""

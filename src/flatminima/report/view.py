@@ -28,7 +28,8 @@ class Cell:
         tip: What it means, in sentences.
         key: What it is sorted by: a number as text, "" where there is none (sorted last).
         verdict: Key of ``VERDICTS``, or "".
-        note: Small print under the number.
+        note: Small print beside the number.
+        declared: Whether the measure is declared not to change, in a column of moves; None elsewhere.
     """
 
     label: str
@@ -37,6 +38,7 @@ class Cell:
     key: str
     verdict: str = ""
     note: str = ""
+    declared: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ def _attack_cell(row: Row, attack: Attack) -> Cell:
         tip.append(f"The largest change: {typeset(fold_label(row.base, attack))}.")
     key = "" if attack.verdict == "failed" else _key(math.inf if attack.fold is None else attack.fold)
     text = "" if attack.verdict == "failed" else typeset(fold_label(row.base, attack))
-    return Cell(attack.symmetry, text, " ".join(part for part in tip if part), key, attack.verdict)
+    tips = " ".join(part for part in tip if part)
+    return Cell(attack.symmetry, text, tips, key, attack.verdict, declared=attack.declared_invariant)
 
 
 def _no_attack(kind: str) -> Cell:

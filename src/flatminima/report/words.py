@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from flatminima.plots.labels import fold_label, titles
 from flatminima.plots.numbers import number, typeset
-from flatminima.trust import Attack, Audit, Reading, Row
+from flatminima.trust import Attack, Audit, MinimumCheck, Reading, Row
+from flatminima.trust.verdict import expected_fall
 
 __all__ = [
     "UNTESTED",
@@ -42,7 +43,7 @@ VERDICTS = {
         "✓",
         "survives",
         "No move along the symmetries changed it. It says something about the function, as far as these symmetries go, and may "
-        "be compared between networks.",
+        "be compared between networks that are each at a minimum.",
     ),
     "moves": Verdict(
         "↕",
@@ -107,7 +108,11 @@ def findings(audit: Audit) -> list[Finding]:
         found.append(Finding("Do not use", VERDICTS["defect"].meaning, "bad", _moved(group)))
     if group := groups["survives"]:
         text = f"No move changed {'it, so it describes' if len(group) == 1 else 'them, so they describe'} the function itself."
-        found.append(Finding("May be compared between networks", text, "good", tuple((name, "") for _, name in group)))
+        title, tone = "May be compared between networks", "good"
+        if audit.minimum is not None and audit.minimum.verdict == "slope":
+            text += " But the training is unfinished, and this is a passing value: compare it when the point is a minimum."
+            title, tone = "Unchanged, but not at a minimum", "care"
+        found.append(Finding(title, text, tone, tuple((name, "") for _, name in group)))
     if group := groups["moves"]:
         text = (
             f"The function stayed the same, so {'this describes' if len(group) == 1 else 'these describe'} the parameters that "
@@ -142,7 +147,31 @@ def _minimum(audit: Audit) -> Finding:
     check = audit.minimum
     if check is None:
         return Finding("Is this a minimum?", "This was not looked at.", "plain")
-    return Finding("Is this a minimum?", check.verdict, "bad" if "not a stationary point" in check.verdict else "plain")
+    return Finding("Is this a minimum?", _point(check), "bad" if check.verdict == "slope" else "plain")
+
+
+def _point(check: MinimumCheck) -> str:
+    """Say what slope and curvature the point has, and what it is therefore."""
+    gradient = f"The gradient is {'not small' if check.verdict == 'slope' else 'small'} (norm {_typeset(check.gradient_norm)})"
+    if check.smallest_eigenvalue < -check.noise:
+        largest = check.largest_eigenvalue
+        share = f", {-check.smallest_eigenvalue / largest:.1%} of the largest" if largest > 0 else ""
+        curvature = f"the Hessian has negative curvature (down to {_typeset(check.smallest_eigenvalue)}{share})"
+    else:
+        curvature = "no curvature is negative beyond rounding"
+    return f"{gradient} and {curvature}: {_end(check)}"
+
+
+def _end(check: MinimumCheck) -> str:
+    if check.verdict == "minimum":
+        return "a minimum, flat directions aside."
+    if check.verdict == "saddle":
+        return "not a minimum, the loss still falls that way."
+    if check.verdict != "slope":
+        return f"{check.verdict}."
+    fall = expected_fall(check.gradient_norm, check.largest_eigenvalue) / abs(check.loss) if check.loss else math.inf
+    much = f" (one step of 1/λ_max by {fall:.0%} or more)" if math.isfinite(fall) else ""
+    return f"not a stationary point, further training would lower the loss{much}."
 
 
 def _moved(group: Sequence[tuple[Row, str]]) -> tuple[tuple[str, str], ...]:
@@ -169,4 +198,8 @@ def outputs_agree(audit: Audit) -> str:
     """Return how closely the outputs agreed over all moves, as text."""
     differences = [record.max_output_difference for record in audit.symmetries]
     known = [d for d in differences if d is not None and math.isfinite(d)]
-    return typeset(number(max(known), 2)) if known and len(known) == len(differences) else "an unknown amount"
+    return _typeset(max(known), 2) if known and len(known) == len(differences) else "an unknown amount"
+
+
+def _typeset(value: float, digits: int = 3) -> str:
+    return typeset(number(value, digits))

@@ -21,6 +21,7 @@ from flatminima.measures import Measure
 from flatminima.objective import Objective
 from flatminima.operators import Hessian
 from flatminima.symmetries import Move, Symmetries, canonical_move, check_equivalent, find_symmetries, model_at
+from flatminima.trust.digest import digest
 from flatminima.trust.result import Audit, MinimumCheck, Reading, Row, Spectrum, SymmetryRecord
 from flatminima.trust.verdict import attack, minimum_verdict, overall
 
@@ -136,6 +137,10 @@ class _Run:
         self.canonical: Objective | None = None
         self.canonical_form = ""
         self.done, self.total = 0, 3 + 2 * len(measures)
+        self.digests = {
+            "network": digest([*self.model.parameters(), *self.model.buffers()]),
+            "data": digest(self.objective.data_tensors()),
+        }
 
     def steps(self) -> Iterator[Audit]:
         """Do the work, and yield the audit so far after each part of it."""
@@ -336,6 +341,7 @@ class _Run:
                     "python": platform.python_version(),
                 },
                 "threads": torch.get_num_threads(),
+                "sha256": self.digests,
             },
             command=self.command,
             seconds=time.monotonic() - self.started,

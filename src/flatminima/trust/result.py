@@ -14,6 +14,7 @@ __all__ = ["SCHEMA", "Attack", "Audit", "MinimumCheck", "Reading", "Row", "Spect
 SCHEMA = "flatminima.audit/1"
 
 SURVIVES, MOVES, DEFECT, FAILED = "survives", "moves", "defect", "failed"
+MINIMUM, SADDLE, SLOPE = "minimum", "saddle", "slope"
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class MinimumCheck:
         smallest_residual: ‖Hv − λv‖ of it.
         largest_eigenvalue: λ_max of the Hessian.
         noise: Size below which an eigenvalue counts as zero.
-        verdict: In words.
+        verdict: "minimum" (flat directions aside), "saddle", or "slope" where further training would still lower the loss.
         num_products: Hessian products that the check took.
     """
 
@@ -264,13 +265,18 @@ def _audit(data: dict[str, Any]) -> Audit:
     return Audit(
         **{
             **data,
-            "minimum": MinimumCheck(**minimum) if minimum else None,
+            "minimum": MinimumCheck(**_known(minimum)) if minimum else None,
             "spectrum": Spectrum(**{k: tuple(v) for k, v in spectrum.items()}) if spectrum else None,
-            "symmetries": tuple(SymmetryRecord(**record) for record in data["symmetries"]),
+            "symmetries": tuple(SymmetryRecord(**_known(record)) for record in data["symmetries"]),
             "rows": tuple(_row(row) for row in data["rows"]),
             "notes": tuple(data["notes"]),
         }
     )
+
+
+def _known(data: dict[str, Any]) -> dict[str, Any]:
+    """Return numbers that JSON could not hold as NaN."""
+    return {key: math.nan if value is None else value for key, value in data.items()}
 
 
 def _row(data: dict[str, Any]) -> Row:

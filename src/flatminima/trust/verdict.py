@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flatminima.trust.result import DEFECT, FAILED, MOVES, SURVIVES, Attack, Reading
+from flatminima.trust.result import DEFECT, FAILED, MINIMUM, MOVES, SADDLE, SLOPE, SURVIVES, Attack, Reading
 
-__all__ = ["attack", "fold", "minimum_verdict", "overall"]
+__all__ = ["attack", "expected_fall", "fold", "minimum_verdict", "overall"]
 
 #: Standard errors that two estimates of one number may be apart: 4 leaves 1 in 16,000 comparisons to chance.
 _SIGMAS = 4.0
+
+#: Share of the loss that one step may still gain at a stationary point.
+_LARGEST_FALL = 0.01
 
 
 def fold(old: float, new: float) -> float | None:
@@ -54,22 +57,21 @@ def overall(base: Reading, attacks: Sequence[Attack]) -> str:
 
 
 def minimum_verdict(loss: float, gradient_norm: float, smallest: float, largest: float, noise: float) -> str:
-    """Say in words whether a point is a minimum.
+    """Return whether a point is a minimum: "minimum", "saddle" or "slope".
 
-    The slope counts as left over when a step of 1/λ_max along it would lower the loss by more than a hundredth of itself.
+    It is a slope where a step of 1/λ_max along the gradient would lower the loss by more than a hundredth of itself, and a saddle
+    where it is none but the Hessian has an eigenvalue below ``−noise``.
     """
-    fall = gradient_norm**2 / (2 * largest) if largest > 0 else math.inf if gradient_norm > 0 else 0.0
-    stationary = fall <= 0.01 * abs(loss)
-    slope = f"The gradient is {'small' if stationary else 'not small'} (norm {gradient_norm:.3g})"
-    if smallest < -noise:
-        share = f", {-smallest / largest:.1%} of the largest" if largest > 0 else ""
-        curvature = f"the Hessian has negative curvature (down to {smallest:.3g}{share})"
-    else:
-        curvature = "no curvature is negative beyond rounding"
-    if not stationary:
-        return f"{slope} and {curvature}: not a stationary point, so further training would lower the loss."
-    end = "not a minimum, the loss still falls that way" if smallest < -noise else "a minimum, flat directions aside"
-    return f"{slope} and {curvature}: {end}."
+    if expected_fall(gradient_norm, largest) > _LARGEST_FALL * abs(loss):
+        return SLOPE
+    return SADDLE if smallest < -noise else MINIMUM
+
+
+def expected_fall(gradient_norm: float, largest: float) -> float:
+    """Return how far a step of 1/λ_max along the gradient lowers the loss at least, to second order: ‖∇L‖²/(2λ_max)."""
+    if gradient_norm == 0:
+        return 0.0
+    return gradient_norm**2 / (2 * largest) if largest > 0 else math.inf
 
 
 def _same(base: Reading, reading: Reading, rtol: float, *, is_paired: bool) -> bool:
