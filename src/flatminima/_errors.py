@@ -13,6 +13,7 @@ __all__ = [
     "NotDeterministic",
     "NotEquivalent",
     "NotSupported",
+    "first_line",
 ]
 
 
@@ -38,3 +39,8 @@ class NotSupported(FlatminimaError):
 
 class CheckpointError(FlatminimaError):
     """A checkpoint could not be read, or does not fit the model."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its type."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,6 +59,20 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(run: Calla
         folds.append([attack.folds for row in audit.rows for attack in row.attacks])
     assert folds[0] == folds[1]
     assert folds[0] != folds[2]
+
+
+@pytest.mark.usefixtures("no_page")
+def test_the_command_in_the_report_repeats_every_digit(run: Callable[..., Result], setup: Path) -> None:
+    assert run("audit", "mysetup:objective", "--seed", "5", "--quiet", *_FEW).status == 0
+    first = Audit.from_json("flatminima-report/report.json")
+    program, *arguments = shlex.split(first.command)
+    assert program == "flatminima"
+    Path("flatminima-report/report.json").unlink()
+    assert run(*arguments).status == 0
+    again = Audit.from_json("flatminima-report/report.json")
+    assert [reading.value for reading in again.readings()] == [reading.value for reading in first.readings()]
+    assert again.settings == first.settings
+    assert (again.minimum, again.spectrum) == (first.minimum, first.spectrum)
 
 
 def test_quiet_prints_nothing(run: Callable[..., Result], setup: Path) -> None:

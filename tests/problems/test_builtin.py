@@ -62,7 +62,7 @@ def test_mnist_cnn_generalises_and_is_trained_until_it_stands_still(mnist_path: 
     assert problem.result.test_accuracy > 0.88  # from 1,000 images
     assert problem.result.train_loss < 0.01
     assert _point(problem) in ("minimum", "saddle")
-    assert sum(len(y) for _, y in problem.data) == 2000
+    assert sum(len(y) for _, y in problem.data) == 1000
 
 
 def _num_dead_units(problem: Problem) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import final
@@ -14,20 +14,19 @@ import torch
 
 from flatminima import measures as all_measures
 from flatminima._checks import check_at_least, check_generator, check_positive
-from flatminima._errors import FlatminimaError, NotSupported
+from flatminima._errors import FlatminimaError, NotSupported, first_line
 from flatminima._progress import Progress, no_progress
-from flatminima.estimators import eigenpairs
 from flatminima.measures import Measure
 from flatminima.objective import Objective
-from flatminima.operators import Hessian
-from flatminima.symmetries import Move, Symmetries, canonical_move, check_equivalent, find_symmetries, model_at
+from flatminima.symmetries import Symmetries, find_symmetries, model_at
 from flatminima.trust.digest import digest
-from flatminima.trust.result import Audit, MinimumCheck, Reading, Row, Spectrum, SymmetryRecord
-from flatminima.trust.verdict import attack, minimum_verdict, overall
+from flatminima.trust.moves import Attacks, draw_moves, move_to_canonical
+from flatminima.trust.point import check_minimum, zero_rows
+from flatminima.trust.result import Audit, MinimumCheck, Reading, Row, Spectrum
+from flatminima.trust.verdict import attack, overall
 
 __all__ = ["audit"]
 
-_EIGENVALUES = 5
 _EXAMPLES_CHECKED = 64
 _LARGEST_SCALE = 10.0
 
@@ -91,15 +90,6 @@ def audit(
 
 
 @final
-@dataclass(frozen=True)
-class _Attacks:
-    """The moves along one kind of symmetry."""
-
-    record: SymmetryRecord
-    moves: tuple[Move, ...]
-
-
-@final
 class _Run:
     """One audit under way."""
 
@@ -132,7 +122,7 @@ class _Run:
         self.notes: list[str] = []
         self.minimum: MinimumCheck | None = None
         self.spectrum: Spectrum | None = None
-        self.attacks: list[_Attacks] = []
+        self.attacks: list[Attacks] = []
         self.rows: list[Row] = []
         self.canonical: Objective | None = None
         self.canonical_form = ""
@@ -152,98 +142,34 @@ class _Run:
         self._tell("finding symmetries")
         symmetries = find_symmetries(self.objective)
         self.notes += [f"Not covered: {note}." for note in symmetries.notes]
-        self._draw_moves(symmetries)
-        self.total = 3 + len(self.measures) * (2 + sum(len(a.moves) for a in self.attacks))
-        self._tell("canonical form")
-        self._canonicalize(symmetries)
+        self._move(symmetries)
         for measure in self.measures:
             self.rows.append(self._row(measure))
             yield self.result(complete=False)
 
     def _check_minimum(self) -> None:
-        loss, gradient = self.original.value_and_gradient()
-        H = Hessian(self.original)
-        self._name_zero_rows()
-        k = min(_EIGENVALUES, max(1, H.size // 2))
-        pairs = eigenpairs(H, k=k, which="BE", rtol=1e-3, max_products=200, generator=self._generator())
-        values, residuals = pairs.values.tolist(), pairs.residuals.tolist()
-        epsilon = torch.finfo(self.original.dtype).eps
-        noise = max(residuals[-1], 10 * epsilon * H.size**0.5 * max(abs(v) for v in values))
-        self.minimum = MinimumCheck(
-            loss=float(loss),
-            gradient_norm=float(gradient.norm()),
-            smallest_eigenvalue=values[-1],
-            smallest_residual=residuals[-1],
-            largest_eigenvalue=values[0],
-            noise=noise,
-            num_products=pairs.num_products + 1,
-            verdict=minimum_verdict(float(loss), float(gradient.norm()), values[-1], values[0], noise),
-        )
-        self.spectrum = Spectrum(tuple(values[:k]), tuple(values[k:]), tuple(residuals))
-        if max(residuals[0], residuals[-1]) > 1e-3 * max(abs(v) for v in values):
-            self.notes.append("The outermost eigenvalues had not converged after 200 products; see their residuals.")
-
-    def _name_zero_rows(self) -> None:
-        """Name the parameters that the loss does not use, or uses linearly: their rows of the Hessian are zero."""
-        probe = torch.randn(self.objective.space.size, generator=self._generator(), device=self.objective.device)
-        product = Hessian(self.objective) @ probe.to(self.objective.dtype)
-        zero = [name for name, where in self.objective.space.slices.items() if not bool(product[where].any())]
+        self.minimum, self.spectrum, notes = check_minimum(self.original, self._generator())
+        zero = zero_rows(self.objective, self._generator())
+        self.minimum = replace(self.minimum, num_products=self.minimum.num_products + 1)
         if zero:
             self.notes.append(f"Zero rows of the Hessian, since the loss uses them linearly or not at all: {', '.join(zero)}.")
+        self.notes += notes
 
-    def _draw_moves(self, symmetries: Symmetries) -> None:
-        generator = self._generator()
-        inputs = self._example_inputs()
-        state = dict(self.model.state_dict())
-        for kind in symmetries.kinds():
-            of_kind = symmetries.of_kind(kind)
-            moves, difference = [], 0.0
-            for _ in range(self.num_moves):
-                move: Move | None = None
-                for symmetry in of_kind:
-                    drawn = symmetry.random(generator, self.scale, state=state)
-                    move = drawn if move is None else move.then(drawn)
-                assert move is not None
-                moved = move.apply(self.model)
-                shifts = kind == "softmax shift"
-                difference = max(difference, check_equivalent(self.model, moved, inputs, shift_invariant=shifts))
-                moves.append(move)
-            if not all(self._moves_somewhere(move) for move in moves):
-                self.notes.append(f"Moves along {kind} did not change the parameters, so it is not tested. Try a larger scale.")
-                continue
-            record = SymmetryRecord(
-                kind=kind,
-                dimension=sum(s.dimension for s in of_kind),
-                description="; ".join(s.describe() for s in of_kind),
-                num_moves=self.num_moves,
-                max_output_difference=difference,
-            )
-            self.attacks.append(_Attacks(record, tuple(moves)))
-        if not self.attacks:
-            self.notes.append("No symmetry was found in this network, so nothing could be moved: the numbers stand untested.")
-
-    def _moves_somewhere(self, move: Move) -> bool:
-        """Tell whether a move changes the parameters by more than a thousandth of their size."""
-        before = {name: p.detach() for name, p in self.model.named_parameters()}
-        after = move.apply_state(before | dict(self.model.named_buffers()))
-        change = sum(float((after[name] - p).square().sum()) for name, p in before.items())
-        return change > 1e-6 * sum(float(p.square().sum()) for p in before.values())
-
-    def _canonicalize(self, symmetries: Symmetries) -> None:
-        if not set(symmetries.kinds()) - {"permutation"}:
-            return
-        for form in ("min-trace", "min-norm"):
-            try:
-                found = canonical_move(self.objective, symmetries, form)
-            except (FlatminimaError, ValueError, RuntimeError) as error:
-                self.notes.append(f"No {form} form: {first_line(error)}")
-                continue
-            self.canonical = self.objective.with_model(found.move.apply(self.model))
-            self.canonical_form = form
-            if found.dead_units:
-                shown = ", ".join(found.dead_units[:5]) + (", …" if len(found.dead_units) > 5 else "")
-                self.notes.append(f"Dead hidden units (nothing enters or leaves them), without a {form} scale: {shown}.")
-            return
+    def _move(self, symmetries: Symmetries) -> None:
+        self.attacks, notes = draw_moves(
+            self.model,
+            symmetries,
+            self._example_inputs(),
+            num_moves=self.num_moves,
+            scale=self.scale,
+            generator=self._generator(),
+        )
+        self.notes += notes
+        self.total = 3 + len(self.measures) * (2 + sum(len(a.moves) for a in self.attacks))
+        self._tell("canonical form")
+        move, self.canonical_form, notes = move_to_canonical(self.objective, symmetries)
+        self.canonical = self.objective.with_model(move.apply(self.model)) if move is not None else None
+        self.notes += notes
 
     def _row(self, measure: Measure) -> Row:
         base = self._read(measure, self.objective, f"{measure.title}: as it is")
@@ -359,11 +285,6 @@ def _seed(generator: torch.Generator | None) -> int:
         torch.rand((), generator=generator, device=generator.device)  # two audits with one generator are two draws
         return seed
     return int(torch.randint(2**31, (), generator=generator, device=generator.device))
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, or its type."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _loss_name(objective: Objective) -> str:
