@@ -366,3 +366,20 @@ def test_a_product_that_overflows_warns() -> None:
     objective = fm.Objective(model, F.mse_loss, (torch.full((2, 4), 200.0).half(), torch.zeros(2, 3).half()))
     with pytest.warns(RuntimeWarning, match="overflowed"):
         fm.Hessian(objective) @ torch.ones(15)
+
+
+def test_a_saturated_loss_is_not_taken_for_a_wrong_derivative() -> None:
+    # With logits this far apart the Hessian is a difference of numbers of order 1, and its rounding is large beside it.
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)))
+    x = X.repeat(8, 1)
+    with torch.no_grad():
+        model[-1].weight.mul_(300.0)
+        logits = model(x)
+        y = logits.argmax(dim=1)
+        apart = (logits.topk(2, dim=1).values @ torch.tensor([1.0, -1.0], dtype=D64)) > 18
+    objective = fm.Objective(model, F.cross_entropy, (x[apart], y[apart]))
+    assert 0 < float(objective.value()) < 1e-7
+    H = fm.Hessian(objective)
+    expected = dense_hessian(model, F.cross_entropy, x[apart], y[apart])
+    torch.testing.assert_close(H.to_dense(), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    assert fm.eigenpairs(H, generator=generator()).values[0] > 0
