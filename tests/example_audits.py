@@ -95,7 +95,9 @@ def realistic(**changes: Any) -> Audit:
             smallest_residual=2e-6,
             largest_eigenvalue=31.42,
             noise=1e-5,
-            verdict="saddle",
+            verdict="minimum",
+            reference_loss=2.31,
+            expected_fall=1.93e-3,
         ),
         spectrum=Spectrum(
             largest=(31.42, 22.7, 18.1, 14.4, 9.6, 7.2, 5.9, 4.1, 2.2, 1.1),
@@ -145,7 +147,7 @@ def odd() -> Audit:
         replace(base.rows[8], title="Zero", key="zero", base=reading(0.0), attacks=(attack("layer", 0.0, (1.0,), True),)),
         replace(base.rows[9], title="Negative", key="negative", base=reading(-1.5e-9, 2e-10), attacks=()),
     )
-    minimum = MinimumCheck(math.inf, math.nan, -2.0, 0.5, 1e9, 1e-3, f"No minimum: {HOSTILE}")
+    minimum = MinimumCheck(math.inf, math.nan, -2.0, 0.5, 1e9, 1e-3, f"No minimum: {HOSTILE}", None, math.inf)
     symmetries = (SymmetryRecord(HOSTILE, 3, HOSTILE, 3, math.nan), *base.symmetries)
     return replace(
         base,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from flatminima.report.words import VERDICTS, Finding, cost_of, findings, headline, outputs_agree, verdict_of
 from flatminima.trust import Audit, Reading
@@ -51,27 +52,41 @@ def test_every_row_is_in_one_finding() -> None:
         assert sum(len(finding.items) for finding in findings(audit)) == len(audit.rows)
 
 
-def _at(**check: float | str) -> Audit:
+def _at(**check: Any) -> Audit:
     audit = example_audits.realistic()
     assert audit.minimum is not None
     return replace(audit, minimum=replace(audit.minimum, **check))
 
 
 def test_an_unfinished_training_limits_what_may_be_compared() -> None:
-    unfinished = _at(loss=0.1, gradient_norm=0.3, largest_eigenvalue=3.0, verdict="slope")
+    unfinished = _at(loss=1.1, reference_loss=2.3, expected_fall=0.8, verdict="slope")
     point = _finding(unfinished, "Is this a minimum?")
     assert point.tone == "bad"
-    assert "further training would lower the loss (one step of 1/λ_max by 15% or more)" in point.text
-    assert _finding(unfinished, "Unchanged, but not at a minimum").tone == "care"
-    assert "May be compared between networks" not in [finding.title for finding in findings(unfinished)]
+    assert point.text == (
+        "Training is unfinished: a Gauss–Newton step would lower the loss of 1.10 by 0.800 or more, 40% of all that it can gain "
+        "over outputs that ignore the inputs (loss 2.30)."
+    )
+    for audit in (unfinished, _at(verdict="saddle")):
+        assert _finding(audit, "Unchanged, but not at a minimum").tone == "care"
+        assert "May be compared between networks" not in [finding.title for finding in findings(audit)]
 
 
-def test_a_saddle_is_named_with_its_curvature_and_a_minimum_with_its_flat_directions() -> None:
+def test_what_is_left_to_gain_is_said_with_the_curvature() -> None:
     saddle = _finding(_at(smallest_eigenvalue=-0.5, largest_eigenvalue=5.0, verdict="saddle"), "Is this a minimum?")
-    assert "negative curvature (down to −0.500, 10.0% of the largest): not a minimum" in saddle.text
+    assert "negative curvature (down to −0.500, beside a largest of 5.00): a saddle" in saddle.text
     assert saddle.tone == "plain"
     minimum = _finding(_at(smallest_eigenvalue=-1e-9, noise=1e-8, verdict="minimum"), "Is this a minimum?")
-    assert "no curvature is negative beyond rounding: a minimum, flat directions aside" in minimum.text
+    assert "what training can still gain, 0.00193, is less than 0.1% of all that it can gain" in minimum.text
+    assert "No curvature is negative beyond rounding: a minimum, flat directions aside." in minimum.text
+    nearly = _finding(_at(smallest_eigenvalue=-1e-3, noise=1e-8, verdict="minimum"), "Is this a minimum?")
+    assert "A minimum for practical purposes; the most negative curvature is −0.00100" in nearly.text
+    unknown = _at(loss=2.0, reference_loss=None, expected_fall=0.001, verdict="minimum")
+    assert "less than 0.1% of the loss." in _finding(unknown, "Is this a minimum?").text
+
+
+def test_symmetries_that_are_not_covered_qualify_what_survives() -> None:
+    audit = replace(example_audits.realistic(), notes=("Not covered: residual sums.",))
+    assert "named in the notes" in _finding(audit, "May be compared between networks").text
 
 
 def test_the_largest_difference_of_the_outputs_is_given_unless_one_is_unknown() -> None:

@@ -55,21 +55,24 @@ def test_the_fold_of_an_attack_is_its_largest_and_unknown_where_one_is() -> None
 
 
 @pytest.mark.parametrize(
-    ("gradient_norm", "smallest", "largest", "verdict"),
+    ("fall", "bound", "gained", "smallest", "verdict"),
     [
-        (1e-6, -1e-9, 5.0, "minimum"),
-        (1e-6, -0.5, 5.0, "saddle"),
-        (1.0, 0.1, 5.0, "slope"),
-        (1.0, -0.5, 5.0, "slope"),
-        (0.0, 0.0, 0.0, "minimum"),
-        (0.0, -1.0, -0.5, "saddle"),
-        (1e-9, 0.0, 0.0, "slope"),
+        (0.001, math.inf, 2.0, 0.0, "minimum"),
+        (0.001, math.inf, 2.0, -1e-9, "minimum"),
+        (0.001, math.inf, 2.0, -0.5, "saddle"),
+        (0.001, 0.001, 2.0, -0.5, "minimum"),  # a loss of 0.001 cannot fall far, wherever it bends
+        (0.001, 0.5, 2.0, -0.5, "saddle"),
+        (0.1, 0.5, 2.0, 0.1, "slope"),
+        (0.001, math.inf, 0.0, 0.0, "slope"),
+        (0.0, math.inf, 0.0, 0.0, "minimum"),
+        (0.0, math.inf, 0.0, -1.0, "saddle"),
+        (math.inf, math.inf, 2.0, 0.0, "slope"),
     ],
 )
-def test_a_point_is_a_minimum_without_slope_and_without_negative_curvature(
-    gradient_norm: float, smallest: float, largest: float, verdict: str
+def test_a_minimum_has_little_left_to_gain_and_no_way_down(
+    fall: float, bound: float, gained: float, smallest: float, verdict: str
 ) -> None:
-    assert minimum_verdict(0.1, gradient_norm, smallest, largest, noise=1e-8) == verdict
+    assert minimum_verdict(fall, bound, gained, smallest, noise=1e-8) == verdict
 
 
 def test_noise_that_all_readings_share_excuses_no_change() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flatminima.plots.labels import fold_label, titles
 from flatminima.plots.numbers import number, typeset
 from flatminima.trust import Attack, Audit, MinimumCheck, Reading, Row
-from flatminima.trust.verdict import expected_fall
+from flatminima.trust.verdict import share_left
 
 __all__ = [
     "UNTESTED",
@@ -109,9 +109,11 @@ def findings(audit: Audit) -> list[Finding]:
     if group := groups["survives"]:
         text = f"No move changed {'it, so it describes' if len(group) == 1 else 'them, so they describe'} the function itself."
         title, tone = "May be compared between networks", "good"
-        if audit.minimum is not None and audit.minimum.verdict == "slope":
-            text += " But the training is unfinished, and this is a passing value: compare it when the point is a minimum."
+        if audit.minimum is not None and audit.minimum.verdict != "minimum":
+            text += " But this is no minimum, so they are passing values: compare them when training has ended."
             title, tone = "Unchanged, but not at a minimum", "care"
+        if any(note.startswith("Not covered") for note in audit.notes):
+            text += " Symmetries that they were not tested against are named in the notes."
         found.append(Finding(title, text, tone, tuple((name, "") for _, name in group)))
     if group := groups["moves"]:
         text = (
@@ -151,27 +153,35 @@ def _minimum(audit: Audit) -> Finding:
 
 
 def _point(check: MinimumCheck) -> str:
-    """Say what slope and curvature the point has, and what it is therefore."""
-    gradient = f"The gradient is {'not small' if check.verdict == 'slope' else 'small'} (norm {_typeset(check.gradient_norm)})"
-    if check.smallest_eigenvalue < -check.noise:
-        largest = check.largest_eigenvalue
-        share = f", {-check.smallest_eigenvalue / largest:.1%} of the largest" if largest > 0 else ""
-        curvature = f"the Hessian has negative curvature (down to {_typeset(check.smallest_eigenvalue)}{share})"
-    else:
-        curvature = "no curvature is negative beyond rounding"
-    return f"{gradient} and {curvature}: {_end(check)}"
+    """Say what training can still gain, how the loss bends, and what the point is therefore."""
+    loss, fall, reference = _typeset(check.loss), _typeset(check.expected_fall), check.reference_loss
+    gained = abs(check.loss) if reference is None else max(reference - check.loss, 0.0)
+    share = _percent(share_left(check.expected_fall, gained))
+    of = (
+        "the loss"
+        if reference is None
+        else f"all that it can gain over outputs that ignore the inputs (loss {_typeset(reference)})"
+    )
+    if check.verdict == "slope":
+        step = (
+            f"a Gauss–Newton step would lower the loss of {loss} by {fall} or more" if math.isfinite(check.expected_fall) else ""
+        )
+        step = step or f"the loss of {loss} falls without end along some direction, as far as its slope and curvature tell"
+        return f"Training is unfinished: {step}, {share} of {of}."
+    return f"The loss is {loss}, and what training can still gain, {fall}, is {share} of {of}. {_curvature(check)}"
 
 
-def _end(check: MinimumCheck) -> str:
-    if check.verdict == "minimum":
-        return "a minimum, flat directions aside."
+def _curvature(check: MinimumCheck) -> str:
+    sizes = f"{_typeset(check.smallest_eigenvalue)}, beside a largest of {_typeset(check.largest_eigenvalue)}"
     if check.verdict == "saddle":
-        return "not a minimum, the loss still falls that way."
-    if check.verdict != "slope":
-        return f"{check.verdict}."
-    fall = expected_fall(check.gradient_norm, check.largest_eigenvalue) / abs(check.loss) if check.loss else math.inf
-    much = f" (one step of 1/λ_max by {fall:.0%} or more)" if math.isfinite(fall) else ""
-    return f"not a stationary point, further training would lower the loss{much}."
+        return f"But the Hessian has negative curvature (down to {sizes}): a saddle, from which the loss still falls."
+    if check.smallest_eigenvalue < -check.noise:
+        return f"A minimum for practical purposes; the most negative curvature is {sizes}."
+    return "No curvature is negative beyond rounding: a minimum, flat directions aside."
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
 
 
 def _moved(group: Sequence[tuple[Row, str]]) -> tuple[tuple[str, str], ...]:

@@ -152,7 +152,9 @@ class _Run:
         zero = zero_rows(self.objective, self._generator())
         self.minimum = replace(self.minimum, num_products=self.minimum.num_products + 1)
         if zero:
-            self.notes.append(f"Zero rows of the Hessian, since the loss uses them linearly or not at all: {', '.join(zero)}.")
+            self.notes.append(
+                f"Zero rows of the Hessian (the loss uses them linearly or not at all, or is flat here): {', '.join(zero)}."
+            )
         self.notes += notes
 
     def _move(self, symmetries: Symmetries) -> None:
@@ -174,7 +176,9 @@ class _Run:
     def _row(self, measure: Measure) -> Row:
         base = self._read(measure, self.objective, f"{measure.title}: as it is")
         if base.value == 0:
-            base = replace(base, value=None, error="the value is exactly 0: a degenerate case that says nothing")
+            base = replace(
+                base, value=None, error="the value is 0, or below the rounding of the loss: a degenerate case that says nothing"
+            )
         attacks = []
         for group in self.attacks if base.value is not None else ():
             readings = tuple(

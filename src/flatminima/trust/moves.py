@@ -79,7 +79,7 @@ def move_to_canonical(objective: Objective, symmetries: Symmetries) -> tuple[Mov
             continue
         if found.dead_units:
             shown = ", ".join(found.dead_units[:_MOST_NAMES]) + (", …" if len(found.dead_units) > _MOST_NAMES else "")
-            notes.append(f"Dead hidden units (nothing enters or leaves them), without a {form} scale: {shown}.")
+            notes.append(f"Hidden units without curvature here (inactive, or the loss is flat), without a {form} scale: {shown}.")
         return found.move, form, notes
     return None, "", notes
 

@@ -132,7 +132,10 @@ class MinimumCheck:
         largest_eigenvalue: λ_max of the Hessian.
         noise: Size below which an eigenvalue counts as zero.
         verdict: "minimum" (flat directions aside), "saddle", or "slope" where further training would still lower the loss.
-        num_products: Hessian products that the check took.
+        reference_loss: Loss of outputs that do not depend on the inputs; None where it is not defined.
+        expected_fall: How far the loss would fall still: by a Gauss–Newton step, and at most by the loss itself if that is
+            never negative.
+        num_products: Products with a curvature matrix that the check took.
     """
 
     loss: float
@@ -142,6 +145,8 @@ class MinimumCheck:
     largest_eigenvalue: float
     noise: float
     verdict: str
+    reference_loss: float | None
+    expected_fall: float
     num_products: int = 0
 
 
@@ -262,10 +267,11 @@ class Audit:
 
 def _audit(data: dict[str, Any]) -> Audit:
     minimum, spectrum = data["minimum"], data["spectrum"]
+    reference = minimum.pop("reference_loss") if minimum else None
     return Audit(
         **{
             **data,
-            "minimum": MinimumCheck(**_known(minimum)) if minimum else None,
+            "minimum": MinimumCheck(**_known(minimum), reference_loss=reference) if minimum else None,
             "spectrum": Spectrum(**{k: tuple(v) for k, v in spectrum.items()}) if spectrum else None,
             "symmetries": tuple(SymmetryRecord(**_known(record)) for record in data["symmetries"]),
             "rows": tuple(_row(row) for row in data["rows"]),

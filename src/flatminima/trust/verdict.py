@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from flatminima.trust.result import DEFECT, FAILED, MINIMUM, MOVES, SADDLE, SLOPE, SURVIVES, Attack, Reading
 
-__all__ = ["attack", "expected_fall", "fold", "minimum_verdict", "overall"]
+__all__ = ["LARGEST_SHARE_LEFT", "attack", "fold", "minimum_verdict", "overall", "share_left"]
 
 #: Standard errors that two estimates of one number may be apart: 4 leaves 1 in 16,000 comparisons to chance.
 _SIGMAS = 4.0
 
-#: Share of the loss that one step may still gain at a stationary point.
-_LARGEST_FALL = 0.01
+#: Share of what training can gain that may still be to come at a minimum.
+LARGEST_SHARE_LEFT = 0.01
 
 
 def fold(old: float, new: float) -> float | None:
@@ -56,22 +56,26 @@ def overall(base: Reading, attacks: Sequence[Attack]) -> str:
     return next((v for v in (DEFECT, FAILED, MOVES) if v in verdicts), SURVIVES)
 
 
-def minimum_verdict(loss: float, gradient_norm: float, smallest: float, largest: float, noise: float) -> str:
+def share_left(fall: float, gained: float) -> float:
+    """Return which share of all that training can gain is still to come: fall / (gained + fall), and 0 where nothing is."""
+    if fall <= 0:
+        return 0.0
+    return fall / (gained + fall) if math.isfinite(fall) else 1.0
+
+
+def minimum_verdict(fall: float, bound: float, gained: float, smallest: float, noise: float) -> str:
     """Return whether a point is a minimum: "minimum", "saddle" or "slope".
 
-    It is a slope where a step of 1/λ_max along the gradient would lower the loss by more than a hundredth of itself, and a saddle
-    where it is none but the Hessian has an eigenvalue below ``−noise``.
+    Args:
+        fall: How far the loss is expected to fall still.
+        bound: How far it can fall at all: the loss itself, if it is never negative.
+        gained: How far training has brought the loss down.
+        smallest: Smallest eigenvalue of the Hessian.
+        noise: Size below which an eigenvalue counts as zero.
     """
-    if expected_fall(gradient_norm, largest) > _LARGEST_FALL * abs(loss):
+    if share_left(fall, gained) > LARGEST_SHARE_LEFT:
         return SLOPE
-    return SADDLE if smallest < -noise else MINIMUM
-
-
-def expected_fall(gradient_norm: float, largest: float) -> float:
-    """Return how far a step of 1/λ_max along the gradient lowers the loss at least, to second order: ‖∇L‖²/(2λ_max)."""
-    if gradient_norm == 0:
-        return 0.0
-    return gradient_norm**2 / (2 * largest) if largest > 0 else math.inf
+    return SADDLE if smallest < -noise and share_left(bound, gained) > LARGEST_SHARE_LEFT else MINIMUM
 
 
 def _same(base: Reading, reading: Reading, rtol: float, *, is_paired: bool) -> bool:
