@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,11 +118,15 @@ def test_a_checkpoint_is_what_is_audited(run: Callable[..., Result], setup: Path
     [
         (["digits-mpl"], "Did you mean 'digits-mlp'?"),
         (["mysetup:objective", "--measures", "hessian-trase"], "Did you mean 'hessian-trace'?"),
-        (["mysetup:objective", "--checkpoint", "nowhere.safetensors"], "there is no file nowhere.safetensors"),
+        (["mysetup:objective", "--checkpoint", "nowhere.safetensors"], "nowhere.safetensors does not exist"),
+        (["mysetup:objective", "--checkpoint", ""], "--checkpoint must name a file"),
+        (["mysetup:objective", "--checkpoint", "/dev/null"], "/dev/null is no regular file"),
         (["mysetup:objective", "--checkpoint", "broken.pt"], "is not a whole checkpoint"),
         (["mysetup:objective", "--checkpoint", "other.pt"], "missing: 0.weight, 0.bias, 2.weight, 2.bias; unexpected: w"),
         (["mysetup:objective", "--num-examples", "99"], "must be at most 12"),
         (["mysetup:objective", "--out", "mysetup.py"], "is a file. Name a folder."),
+        (["mysetup:objective", "--out", "dangling"], "dangling is a link to nothing"),
+        (["mysetup:objective", "--out", "dangling/deeper"], "dangling is a link to nothing"),
         (["mysetup:objective", "--out", "mysetup.py/report"], "is a file. Name a folder."),
         (["mysetup:nothing"], "has no function 'nothing'"),
         (["mnist-cnn", "--data", "nowhere.npz"], "nowhere.npz"),
@@ -138,6 +143,7 @@ def test_bad_input_is_one_line_and_status_2_and_leaves_no_folder(
 ) -> None:
     (setup / "bad.py").write_text(_BAD, encoding="utf-8")
     (setup / "broken.pt").write_bytes(b"broken")
+    (setup / "dangling").symlink_to("nowhere")
     torch.save({"w": torch.zeros(1)}, "other.pt")
     before = sorted(setup.iterdir())
     result = run("audit", *arguments)
@@ -179,8 +185,11 @@ def closure():
 def test_a_folder_that_cannot_be_written_to_is_told_before_the_work(
     run: Callable[..., Result], setup: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere, so permissions alone would not do
-    assert "cannot be written to" in _one_line(run("audit", "mysetup:objective"))
+    def refuse(**_options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)  # root may write almost anywhere
+    assert "cannot be written to (Permission denied)" in _one_line(run("audit", "mysetup:objective"))
 
 
 def test_an_error_that_was_not_foreseen_is_one_line_and_status_1(

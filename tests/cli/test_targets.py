@@ -119,7 +119,7 @@ def test_so_many_examples_are_kept(setup: Path) -> None:
 def test_what_does_not_belong_to_a_target_is_refused(setup: Path) -> None:
     with pytest.raises(TargetError, match="--data is for built-in targets"):
         prepare("mysetup:objective", data="mnist.npz")
-    with pytest.raises(TargetError, match=r"there is no file nowhere\.pt"):
+    with pytest.raises(TargetError, match=r"nowhere\.pt does not exist"):
         prepare("mysetup:objective", checkpoint="nowhere.pt")
     with pytest.raises(ValueError, match="`data` must be None for digits-mlp"):
         prepare("digits-mlp", data="somewhere")

@@ -70,14 +70,23 @@ def test_frobenius_norm_covers_the_truth_at_its_stated_level(spectrum: str, prob
     assert samples > 80 or "num_products" in stop
 
 
-@pytest.mark.parametrize("probes", ["rademacher", "gaussian"])
-def test_the_skewness_of_a_dominated_spectrum_does_not_cost_coverage(probes: str) -> None:
+DOMINATED = {
     # half of the trace in one of 200 eigenvalues, as at the end of a training: a sample is then as skewed as a χ² with one
     # degree of freedom, and Student's t alone covers 91 % with 30 products
-    M = rotated(torch.cat([torch.full((1,), 200.0), torch.linspace(0.5, 1.5, 199)]))
+    "one": torch.cat([torch.full((1,), 200.0), torch.linspace(0.5, 1.5, 199)]),
+    # no skewness to speak of, but samples of 30 look skewed by chance: Hall's transform alone covers 92 %
+    "opposite": torch.cat([torch.tensor([1.0, -0.9]), torch.zeros(148)]),
+}
+
+
+@pytest.mark.parametrize("probes", ["rademacher", "gaussian"])
+@pytest.mark.parametrize("num_products", [10, 30, 100])
+@pytest.mark.parametrize("spectrum", DOMINATED)
+def test_trace_covers_the_truth_where_few_eigenvalues_dominate(spectrum: str, num_products: int, probes: str) -> None:
+    M = rotated(DOMINATED[spectrum].double())
     A = as_operator(M)
-    level, _ = coverage(lambda g: trace(A, method="hutchinson", probes=probes, num_products=40, generator=g), M.trace())
-    assert 0.93 <= level <= 0.97
+    level, _ = coverage(lambda g: trace(A, method="hutchinson", probes=probes, num_products=num_products, generator=g), M.trace())
+    assert 0.92 <= level <= 0.975  # within 1,000 runs' two standard deviations of 93 to 96.5
 
 
 @pytest.mark.parametrize("stop", [{"num_products": 16}, {"rtol": 0.12}])
@@ -87,6 +96,6 @@ def test_diagonal_entries_cover_the_truth_at_their_stated_level(stop: dict[str, 
     M = rotated(indefinite(30))
     A = as_operator(M)
     level, samples = coverage(lambda g: diagonal(A, method="hutchinson", generator=g, **stop), M.diagonal(), 3 * NUM_RUNS)
-    assert 0.945 <= level.mean() <= 0.955
+    assert 0.945 <= level.mean() <= 0.965
     assert ((level >= 0.93) & (level <= 0.97)).all()
     assert samples > 64 or "num_products" in stop

@@ -190,3 +190,18 @@ def test_a_matrix_that_is_not_symmetric_and_real_is_refused(matrix: Tensor, mess
 def test_summands_of_different_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="agree in shape"):
         as_operator(torch.eye(2)) + as_operator(torch.eye(3))
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {"a": slice(0, 2)},
+        {"a": slice(0, 3), "b": slice(2, 4)},
+        {"a": slice(0, 2), "b": slice(3, 4)},
+        {"a": slice(0, 4, 2), "b": slice(2, 4)},
+        {"a": slice(0, 9)},
+    ],
+)
+def test_blocks_that_do_not_cover_the_rows_once_are_refused(blocks: dict[str, slice]) -> None:
+    with pytest.raises(ValueError, match=r"`blocks` must"):
+        as_operator(torch.eye(4, dtype=D64), blocks=blocks)

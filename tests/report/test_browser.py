@@ -18,7 +18,7 @@ def _column(name: str) -> str:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 900, 1600])
+@pytest.mark.parametrize("width", [390, 740, 768, 840, 900, 1600])
 @pytest.mark.parametrize("name", ["realistic", "odd", "empty", "untested"])
 def test_a_page_opens_from_a_file_without_an_error_a_request_or_sideways_scrolling(
     browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: str

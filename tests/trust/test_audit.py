@@ -232,3 +232,18 @@ def test_digits_mlp_shows_what_the_library_claims() -> None:
     assert all(a.verdict == "survives" for a in rows["adaptive-average"].values())
     assert rows["minimum-sharpness"]["layer"].fold == pytest.approx(1, abs=1e-6)
     assert rows["minimum-sharpness"]["node"].verdict == "moves"
+
+
+@pytest.mark.parametrize(
+    ("measures", "error", "message"),
+    [
+        ("hessian-trace", ValueError, "must be a list of names or measures.*Got 'hessian-trace'"),
+        ([], ValueError, "at least one; None takes all"),
+        ([3], TypeError, "Got 3"),
+        ([fm.measures.SquaredNorm], TypeError, r"Write SquaredNorm\(\)"),
+        (["hessian-trase"], ValueError, "hessian-trace"),
+    ],
+)
+def test_what_is_no_list_of_measures_is_refused_at_once(measures: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fm.audit(objective(), measures=measures)

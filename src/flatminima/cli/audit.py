@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -106,16 +106,19 @@ def _checked_folder(name: str) -> Path:
     if not name:
         raise ValueError("--out must name a folder. Got nothing.")
     folder = Path(name)
-    if folder.is_symlink() and not folder.exists():
-        raise ValueError(f"--out {folder}: a link to nothing. Name another folder.")
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"--out {folder}: {path} is a link to nothing. Name another folder.")
     for file in (folder / "report.json", folder / "report.html"):
         if file.is_dir():
             raise ValueError(f"--out {folder}: {file} is a folder, where a file is to be written. Name another folder.")
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"--out {folder}: {existing} is a file. Name a folder.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {folder}: {existing} cannot be written to. Name another folder.")
+    try:  # permissions do not tell everything
+        tempfile.TemporaryDirectory(dir=existing, prefix=".flatminima-").cleanup()
+    except OSError as error:
+        raise ValueError(f"--out {folder}: {existing} cannot be written to ({error.strerror}). Name another folder.") from error
     return folder
 
 

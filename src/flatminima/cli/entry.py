@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from flatminima._errors import FlatminimaError
-from flatminima.cli.interrupts import one_at_a_time, put_off
+from flatminima.cli.interrupts import ignore, one_at_a_time, put_off
 from flatminima.cli.parser import Command, build_parser
 
 __all__ = ["BAD_INPUT", "INTERRUPTED", "UNEXPECTED", "complain", "main"]
@@ -28,7 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, or 2 for bad usage or bad input, 130 when interrupted, 1 for an error that was not foreseen.
     """
-    arguments_given = list(sys.argv[1:] if argv is None else argv)
+    if argv is not None:
+        return _answer(list(argv))
+    try:
+        return _answer(sys.argv[1:])
+    finally:
+        ignore()  # all is said; an interruption of Python's own shutdown would only print a traceback
+
+
+def _answer(arguments_given: list[str]) -> int:
     _open_closed_streams()
     _print_anything(sys.stdout)
     _print_anything(sys.stderr)
@@ -74,8 +82,8 @@ def complain(message: str) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}."
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}." if error.filename is not None else f"{error.strerror}."
     return str(error).strip() or f"{type(error).__name__}."
 
 

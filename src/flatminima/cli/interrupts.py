@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["one_at_a_time", "put_off"]
+__all__ = ["ignore", "one_at_a_time", "put_off"]
 
 #: A key that is pressed again within so many seconds is the same wish: the report of the first press is being written.
 _IMPATIENCE = 2.0
@@ -36,6 +36,12 @@ def put_off() -> Iterator[list[int]]:
     came: list[int] = []
     with _answered_by(lambda number, _frame: came.append(number)):
         yield came
+
+
+def ignore() -> None:
+    """Ignore Ctrl-C for the rest of the process."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager

@@ -56,9 +56,10 @@ def prepare(
         ValueError: If the data or the number of examples do not fit.
         NonFiniteLoss: If the checkpoint gives a loss that is not finite; the batch is named.
     """
-    if checkpoint is not None and not Path(checkpoint).is_file():
-        is_folder = Path(checkpoint).is_dir()
-        raise TargetError(f"--checkpoint: {f'{checkpoint} is a folder' if is_folder else f'there is no file {checkpoint}'}.")
+    if checkpoint is not None and not (checkpoint and Path(checkpoint).is_file()):
+        path = Path(checkpoint)
+        wrong = "is a folder" if path.is_dir() else "is no regular file" if path.exists() else "does not exist"
+        raise TargetError(f"--checkpoint: {checkpoint} {wrong}." if checkpoint else "--checkpoint must name a file. Got nothing.")
     place = _device(device)
     objective = _built_in(target, data, seed, progress) if ":" not in target else _of_user(target, data, seed)
     if checkpoint is not None:

@@ -186,7 +186,8 @@ def _cells(line: Line) -> list[Text]:
 def _key(audit: Audit) -> Text:
     moves = max((len(attack.folds) for row in audit.rows for attack in row.attacks), default=0)
     if moves:
-        words = f"×: largest factor over {moves} random moves that left the predictions unchanged. canonical: compare this one."
+        counted = "one random move" if moves == 1 else f"{moves} random moves"
+        words = f"×: largest factor over {counted} that left the predictions unchanged. canonical: compare this one."
     else:
         words = "No symmetry, no test: the values stand as measured."
     marks = "".join(_footnotes(cell) for line in table(audit).lines for cell in line.cells)

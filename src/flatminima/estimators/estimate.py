@@ -15,7 +15,7 @@ from flatminima._checks import check_positive
 
 __all__ = ["Estimate"]
 
-_FEWEST_FOR_SKEWNESS = 8
+_TINY = 1e-6
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,15 @@ class Estimate:
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         r"""Return the two-sided confidence interval.
 
-        Student's t with ``num_samples − 1`` degrees of freedom, and where the samples' skewness γ is known, of Hall's (1992)
-        transform of the t statistic, which is skewed itself: with :math:`a = \gamma / (3\sqrt m)` and :math:`b = a/2`,
+        Student's t with ``num_samples − 1`` degrees of freedom; where the samples' skewness γ is known, each end is the outer one
+        of that and of Hall's (1992) transform, since the t statistic of skewed samples is skewed itself: with
+        :math:`a = \gamma / (3\sqrt m)` and :math:`b = a/2`,
 
         .. math:: \bar x - s_{\bar x}\, \big(\sqrt[3]{1 + 3a(q - b)} - 1\big)/a \qquad\text{at the quantiles } q = \pm t.
 
-        Quadratic forms whose matrix has one large eigenvalue are as skewed as χ²; t alone covers 91 % for 95 % there.
+        Quadratic forms whose matrix has one large eigenvalue are as skewed as χ² with one degree of freedom: of 95 % intervals t
+        covers 86 % with 10 samples and 91 % with 30 there, the transform alone 92 % where two large eigenvalues have opposite
+        signs, and the outer ends 93 to 97 % of both with 10 samples or more, about 90 % with 5.
 
         Raises:
             ValueError: If ``level`` is not between 0 and 1.
@@ -83,21 +86,22 @@ class Estimate:
             infinite = torch.full_like(self.stderr, math.inf)
             return -infinite, infinite
         quantile = float(t.ppf(0.5 + level / 2, self.num_samples - 1))
-        mean = self.value ** (1 / self.power)
-        error = self.stderr if self.power == 1 else self.stderr * mean / (self.power * self.value)
-        low = mean - error.nan_to_num(0.0) * self._quantile(quantile)
-        high = mean - error.nan_to_num(0.0) * self._quantile(-quantile)
-        return (low, high) if self.power == 1 else (low.clamp_min(0) ** self.power, high.clamp_min(0) ** self.power)
+        upper, lower = self._quantile(quantile).clamp_min(quantile), self._quantile(-quantile).clamp_max(-quantile)
+        if self.power == 1:
+            return self.value - self.stderr * upper, self.value - self.stderr * lower
+        # Relative to the value, so that no power leaves its range; the mean has the relative error stderr / (power value).
+        error = (self.stderr / (self.power * self.value)).nan_to_num(0.0)
+        low, high = ((1 - error * q).clamp_min(0) ** self.power for q in (upper, lower))
+        return self.value * low, self.value * high
 
     def _quantile(self, q: float) -> Tensor:
-        """Return the t statistic's quantile, given Student's."""
-        plain = torch.full_like(self.value, q)
-        if self.skewness is None or self.num_samples is None or self.num_samples < _FEWEST_FOR_SKEWNESS:
-            return plain
+        """Return the t statistic's quantile by Hall's transform, given Student's."""
+        if self.skewness is None or self.num_samples is None:
+            return torch.full_like(self.value, q)
         a = self.skewness.to(self.value) / (3 * self.num_samples**0.5)
         cubed = 1 + 3 * a * (q - a / 2)
         root = cubed.sign() * cubed.abs() ** (1 / 3)
-        return torch.where(a.abs() < 1e-6, plain, (root - 1) / torch.where(a == 0, 1.0, a))
+        return torch.where(a.abs() < _TINY, q, (root - 1) / torch.where(a == 0, 1.0, a))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain Python values, ready for JSON."""

@@ -38,7 +38,7 @@ def frobenius_norm(
     standard error is carried through the root by the delta method, se(‖A‖_F) = se(‖A‖_F²) / (2‖A‖_F); the root is biased low
     by se²/(2‖A‖_F), far below the error itself. ``"auto"`` makes n exact products where sampling would take as many, also when
     that turns out only under way. A single eigenvalue that holds most of the norm makes the terms as skewed as χ²₁, which
-    the interval corrects for: at 95 % it then covers 92 to 95 %.
+    the interval allows for.
 
     Args:
         A: Symmetric operator, shape ``(n, n)``.

@@ -37,9 +37,8 @@ def trace(
     to rounding for piecewise-linear networks); random probes. Under ``rtol`` it leaves the probes for n exact products as soon
     as more than n further probes are forecast.
 
-    The intervals of the estimate are Student's t, corrected for the skewness of the terms (see ``Estimate.interval``). Where one
-    eigenvalue holds half of the trace, 95 % intervals cover 93 to 95 % with 30 products or more, and about 90 % with 10 on
-    spectra that fall off slowly.
+    The intervals of the estimate are Student's t, widened by the skewness of the terms (see ``Estimate.interval``, and for how
+    often they hold the truth).
 
     Args:
         A: Symmetric operator, shape ``(n, n)``.

@@ -151,7 +151,7 @@ def as_operator(matrix: Tensor, *, blocks: Mapping[str, slice] | None = None) ->
         blocks: Named ranges of rows; one block ``"all"`` by default.
 
     Raises:
-        ValueError: If the matrix is not square, not real floating point, or not symmetric.
+        ValueError: If the matrix is not square, not real floating point, or not symmetric, or the blocks do not cover its rows.
 
     Example:
         >>> A = as_operator(torch.diag(torch.tensor([1.0, 2.0])))
@@ -175,7 +175,7 @@ class Dense(LinearOperator):
         if matrix.numel() and (matrix - matrix.T).abs().max() > 1e2 * torch.finfo(matrix.dtype).eps * scale:
             raise ValueError("`matrix` must be symmetric. Got one that is not. Pass (A + A.T) / 2 if that is what you mean.")
         self._matrix = matrix.detach()
-        self._blocks = MappingProxyType(dict(blocks or {"all": slice(0, matrix.shape[0])}))
+        self._blocks = _checked_blocks(blocks or {"all": slice(0, matrix.shape[0])}, matrix.shape[0])
 
     @property
     def size(self) -> int:
@@ -195,6 +195,20 @@ class Dense(LinearOperator):
 
     def _matmat(self, V: Tensor) -> Tensor:
         return self._matrix @ V
+
+
+def _checked_blocks(blocks: Mapping[str, slice], size: int) -> Mapping[str, slice]:
+    """Return the blocks, if they cover the rows one after the other: only then do block traces add up to the trace."""
+    end = 0
+    for name, rows in blocks.items():
+        if not isinstance(rows, slice) or rows.start != end or rows.step not in (None, 1) or not end <= rows.stop <= size:
+            raise ValueError(
+                f"`blocks` must be slices that cover the {size} rows in order, without gaps. Got {name!r}: {rows} after row {end}."
+            )
+        end = rows.stop
+    if end != size:
+        raise ValueError(f"`blocks` must cover all {size} rows. Got blocks that end at row {end}.")
+    return MappingProxyType(dict(blocks))
 
 
 class _Wrapper(LinearOperator, ABC):

@@ -71,13 +71,14 @@ def audit(
     Raises:
         NotSupported: If the objective was made from a closure, or its loss calls the model itself: there is nothing to trace.
         NotEquivalent: If a move changed the outputs (a defect in the symmetry).
-        ValueError: If a measure is unknown.
+        ValueError: If a measure is unknown, or there is none.
+        TypeError: If an entry of ``measures`` is no measure.
     """
     if not isinstance(objective, Objective):
         raise TypeError(f"`objective` must be a flatminima.Objective. Got {type(objective).__name__}.")
     if not objective.has_model:
         raise NotSupported("An audit moves the model, so the objective must be Objective(model, loss(outputs, targets), data).")
-    chosen = tuple(all_measures.get(m) if isinstance(m, str) else m for m in measures or all_measures.available())
+    chosen = _checked_measures(measures)
     check_at_least("num_moves", num_moves, 1)
     if check_positive("scale", scale) > _LARGEST_SCALE:
         raise ValueError(f"`scale` must be at most {_LARGEST_SCALE} (factors are exp of it, and overflow). Got {scale}.")
@@ -277,6 +278,21 @@ class _Run:
             seconds=time.monotonic() - self.started,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
+
+
+def _checked_measures(measures: Sequence[Measure | str] | None) -> tuple[Measure, ...]:
+    """Return the measures by name or as given; all of them where there is no choice."""
+    if measures is None:
+        return tuple(all_measures.get(name) for name in all_measures.available())
+    if isinstance(measures, str) or not isinstance(measures, Sequence) or not measures:
+        got = repr(measures) if isinstance(measures, str | Sequence) else type(measures).__name__
+        raise ValueError(f"`measures` must be a list of names or measures, at least one; None takes all. Got {got}.")
+    chosen = tuple(all_measures.get(m) if isinstance(m, str) else m for m in measures)
+    for measure in chosen:
+        if not isinstance(measure, Measure):
+            hint = f" Write {measure.__name__}()." if isinstance(measure, type) else ""
+            raise TypeError(f"`measures` must hold names or flatminima.measures.Measure objects. Got {measure!r}.{hint}")
+    return chosen
 
 
 def _seed(generator: torch.Generator | None) -> int:
