@@ -247,3 +247,14 @@ def test_digits_mlp_shows_what_the_library_claims() -> None:
 def test_what_is_no_list_of_measures_is_refused_at_once(measures: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         fm.audit(objective(), measures=measures)
+
+
+def test_an_estimated_number_has_its_interval_and_its_samples_in_the_report(tmp_path: Path) -> None:
+    audited = fm.audit(objective(), measures=["frobenius-norm", "squared-norm"], num_moves=1, generator=generator())
+    (norm, squares) = fm.trust.Audit.from_json(audited.to_json(tmp_path / "report.json")).rows
+    assert norm.base.interval is not None
+    low, high = norm.base.interval
+    assert norm.base.value is not None
+    assert norm.base.num_samples is not None
+    assert low < norm.base.value < high
+    assert (squares.base.interval, squares.base.num_samples) == (None, None)

@@ -189,6 +189,9 @@ def _how(reading: Reading) -> str:
         share = abs(reading.stderr / reading.value) if reading.value else math.inf
         relative = f", {share:.1%} of the value" if math.isfinite(share) else ""
         how.append(f"Standard error {typeset(number(reading.stderr, 2))}{relative}.")
+    if reading.interval is not None:
+        low, high = (typeset(number(end)) for end in reading.interval)
+        how.append(f"95 % interval: {low} to {high}, from {reading.num_samples:,} samples.")
     if not reading.converged:
         how.append("The tolerance that was asked for was not met.")
     return " ".join(how)

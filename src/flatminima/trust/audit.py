@@ -215,9 +215,10 @@ class _Run:
             estimate = measure(objective, generator=self._generator())
         except (FlatminimaError, ValueError, RuntimeError) as error:
             return Reading(None, error=first_line(error), seconds=time.monotonic() - start)
-        data = estimate.to_dict()
-        data.pop("num_samples")
-        reading = Reading(**data, seconds=time.monotonic() - start)
+        low, high = estimate.interval()
+        sampled = estimate.num_samples is not None and bool(estimate.stderr > 0)
+        interval = (float(low), float(high)) if sampled else None
+        reading = Reading(**estimate.to_dict(), interval=interval, seconds=time.monotonic() - start)
         if not bool(torch.isfinite(estimate.value)):
             return replace(reading, value=None, error=f"the value is {float(estimate):g}")
         return reading

@@ -24,6 +24,8 @@ class Reading:
     Attributes:
         value: The number; None where it could not be computed.
         stderr: Its standard error; 0 where it is exact.
+        interval: The 95 % confidence interval; None where the value is exact or no sampling stands behind it.
+        num_samples: Independent samples behind the standard error; None where there are none.
         method: How it was obtained.
         converged: Whether the requested tolerance was met.
         num_products: Products with a curvature matrix.
@@ -36,6 +38,8 @@ class Reading:
 
     value: float | None
     stderr: float = 0.0
+    interval: tuple[float, float] | None = None
+    num_samples: int | None = None
     method: str = "exact"
     converged: bool = True
     num_products: int = 0
@@ -287,11 +291,15 @@ def _known(data: dict[str, Any]) -> dict[str, Any]:
 
 def _row(data: dict[str, Any]) -> Row:
     attacks = tuple(
-        Attack(**{**a, "readings": tuple(Reading(**r) for r in a["readings"]), "folds": tuple(a["folds"])})
+        Attack(**{**a, "readings": tuple(_reading(r) for r in a["readings"]), "folds": tuple(a["folds"])})
         for a in data["attacks"]
     )
-    canonical = Reading(**data["canonical"]) if data["canonical"] else None
-    return Row(**{**data, "base": Reading(**data["base"]), "attacks": attacks, "canonical": canonical})
+    canonical = _reading(data["canonical"]) if data["canonical"] else None
+    return Row(**{**data, "base": _reading(data["base"]), "attacks": attacks, "canonical": canonical})
+
+
+def _reading(data: dict[str, Any]) -> Reading:
+    return Reading(**{**data, "interval": tuple(data["interval"]) if data["interval"] else None})
 
 
 def _finite(value: Any) -> Any:
