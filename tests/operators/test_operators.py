@@ -205,3 +205,11 @@ def test_summands_of_different_sizes_are_refused() -> None:
 def test_blocks_that_do_not_cover_the_rows_once_are_refused(blocks: dict[str, slice]) -> None:
     with pytest.raises(ValueError, match=r"`blocks` must"):
         as_operator(torch.eye(4, dtype=D64), blocks=blocks)
+
+
+@pytest.mark.parametrize("operator", [Hessian, GaussNewton])
+def test_a_loss_without_a_second_derivative_is_refused_by_name(operator: type[Hessian] | type[GaussNewton]) -> None:
+    model = nn.Linear(3, 4, dtype=D64)
+    A = operator(Objective(model, F.multi_margin_loss, (torch.ones(2, 3, dtype=D64), torch.tensor([0, 1]))))
+    with pytest.raises(NotSupported, match="torch has no second derivative"):
+        A @ torch.ones(A.size, dtype=D64)

@@ -21,8 +21,8 @@ class LayerRule(ABC):
     """How a module's parameters get their gradients from its input and the derivative in its output."""
 
     @abstractmethod
-    def gradients(self, x: Tensor, delta: Tensor) -> dict[str, Tensor]:
-        """Return the gradient of every example, by parameter name, ``(batch, *shape)``; forms them (for checks)."""
+    def fits(self, x: Tensor) -> bool:
+        """Tell whether an input has the axes that the rule counts on, the first for the examples."""
 
     @abstractmethod
     def squares(self, x: Tensor, *, diagonal: bool) -> Squares:
@@ -44,6 +44,10 @@ class Squares(ABC):
     @abstractmethod
     def result(self) -> dict[str, Tensor]:
         """Return the squares by parameter name, flat or summed."""
+
+    @abstractmethod
+    def gradient(self, delta: Tensor) -> dict[str, Tensor]:
+        """Return Σ_b of the gradients for one derivative in the layer's output, by parameter name, flat."""
 
 
 def rule_for(module: nn.Module, *, training: bool) -> LayerRule | None:
@@ -69,6 +73,9 @@ class _Arrangement(ABC):
     """How a layer's input and output become matrices over positions: x ``(batch, groups, T, I)``, δ ``(batch, groups, T, O)``."""
 
     @abstractmethod
+    def fits(self, x: Tensor) -> bool: ...
+
+    @abstractmethod
     def inputs(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
@@ -77,6 +84,9 @@ class _Arrangement(ABC):
 
 @final
 class _Positions(_Arrangement):
+    def fits(self, x: Tensor) -> bool:
+        return x.ndim >= 2
+
     def inputs(self, x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], 1, -1, x.shape[-1])
 
@@ -90,6 +100,9 @@ class _Patches(_Arrangement):
 
     def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
         self.module = module
+
+    def fits(self, x: Tensor) -> bool:
+        return x.ndim == 2 + len(self.module.kernel_size)
 
     def inputs(self, x: Tensor) -> Tensor:
         module, space = self.module, len(self.module.kernel_size)
@@ -117,9 +130,8 @@ class _Matrix(LayerRule):
     def __init__(self, arrangement: _Arrangement) -> None:
         self.arrangement = arrangement
 
-    def gradients(self, x: Tensor, delta: Tensor) -> dict[str, Tensor]:
-        X, D = self.arrangement.inputs(x), self.arrangement.derivatives(delta)
-        return {"weight": torch.einsum("bgto,bgti->bgoi", D, X).flatten(1), "bias": D.sum(2).flatten(1)}
+    def fits(self, x: Tensor) -> bool:
+        return self.arrangement.fits(x)
 
     def squares(self, x: Tensor, *, diagonal: bool) -> Squares:
         X = self.arrangement.inputs(x)
@@ -147,6 +159,10 @@ class _OnePosition(Squares):
             weight = torch.einsum("bgo,bgi->goi", self.S, self.X.square())
             return {"weight": weight.flatten(), "bias": self.S.sum(0).flatten()}
         return {"weight": (self.S.sum(2) * self.X.square().sum(2)).sum(), "bias": self.S.sum()}
+
+    def gradient(self, delta: Tensor) -> dict[str, Tensor]:
+        D = self.arrangement.derivatives(delta).squeeze(2)
+        return {"weight": torch.einsum("bgo,bgi->goi", D, self.X).flatten(), "bias": D.sum(0).flatten()}
 
 
 @final
@@ -180,6 +196,10 @@ class _ManyPositions(Squares):
             return {"weight": self.weight.flatten(), "bias": self.bias.flatten()}
         return {"weight": self.weight, "bias": self.bias.sum()}
 
+    def gradient(self, delta: Tensor) -> dict[str, Tensor]:
+        D = self.arrangement.derivatives(delta)
+        return {"weight": torch.einsum("bgto,bgti->goi", D, self.X).flatten(), "bias": D.sum((0, 2)).flatten()}
+
 
 def _gram_is_cheaper(X: Tensor, D: Tensor) -> bool:
     """Compare T²(I + O) with T·I·O multiplications per example, group and column."""
@@ -194,8 +214,8 @@ class _Affine(LayerRule):
     def __init__(self, module: nn.Module, *, channels: int) -> None:
         self.module, self.channels = module, channels
 
-    def gradients(self, x: Tensor, delta: Tensor) -> dict[str, Tensor]:
-        return {"weight": self.reduce(delta * self._normalised(x)).flatten(1), "bias": self.reduce(delta).flatten(1)}
+    def fits(self, x: Tensor) -> bool:
+        return x.ndim >= 2 if self.channels > 0 else x.ndim > -self.channels
 
     def squares(self, x: Tensor, *, diagonal: bool) -> Squares:
         return _AffineSquares(self, self._normalised(x), diagonal)
@@ -236,3 +256,7 @@ class _AffineSquares(Squares):
 
     def result(self) -> dict[str, Tensor]:
         return self.totals
+
+    def gradient(self, delta: Tensor) -> dict[str, Tensor]:
+        products = {"weight": delta * self.normalised, "bias": delta}
+        return {name: self.rule.reduce(values).sum(0).flatten() for name, values in products.items()}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, final
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flatminima._checks import check_shape
+from flatminima._errors import NotSupported
 from flatminima.params import ParameterSpace
 
 if TYPE_CHECKING:
@@ -143,6 +145,17 @@ class LinearOperator(ABC):
         return f"{type(self).__name__}(size={self.size}, dtype={str(self.dtype).removeprefix('torch.')})"
 
 
+@contextmanager
+def named_missing_derivative() -> Iterator[None]:
+    """Turn torch's error about a derivative that it does not have into NotSupported."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "not implemented" not in str(error):
+            raise
+        raise NotSupported(f"torch has no second derivative for an operation of this model or loss: {error}") from error
+
+
 def as_operator(matrix: Tensor, *, blocks: Mapping[str, slice] | None = None) -> LinearOperator:
     """Return a plain symmetric matrix as an operator, so that estimators can be tried on a known spectrum.
 
@@ -203,7 +216,7 @@ def _checked_blocks(blocks: Mapping[str, slice], size: int) -> Mapping[str, slic
     for name, rows in blocks.items():
         if not isinstance(rows, slice) or rows.start != end or rows.step not in (None, 1) or not end <= rows.stop <= size:
             raise ValueError(
-                f"`blocks` must be slices that cover the {size} rows in order, without gaps. Got {name!r}: {rows} after row {end}."
+                f"`blocks` must be slices that cover the {size} rows in order. Got {name!r}: {rows} after row {end}."
             )
         end = rows.stop
     if end != size:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatminima._errors import NotSupported
 from flatminima.objective import Evaluation, Objective
-from flatminima.operators.base import LinearOperator
+from flatminima.operators.base import LinearOperator, named_missing_derivative
 from flatminima.operators.output_hessian import check_outputs, output_product
 
 __all__ = ["GaussNewton"]
@@ -83,5 +83,6 @@ class GaussNewton(LinearOperator):
                 columns.append(space.flatten(column, dtype))
             return torch.stack(columns, dim=1)
 
-        result = self.objective.integrate(products, self.theta)
+        with named_missing_derivative():
+            result = self.objective.integrate(products, self.theta)
         return result + self.objective.l2 * V if self.objective.l2 else result
