@@ -147,6 +147,39 @@ def test_dead_units_are_reported_and_get_unit_rows() -> None:
         canonicalize(model, "unit-norm", example_inputs=X)  # its row is not zero
 
 
+def with_pruned_channels() -> nn.Module:
+    """BatchNorm channel 1 has gamma = beta = 0, and unit 2 of the layer after it reads channel 1 alone."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 6, bias=False), nn.ReLU(), nn.Linear(6, 3))
+    model = randomised(model)
+    with torch.no_grad():
+        model[1].weight[1] = model[1].bias[1] = 0.0
+        model[3].weight[2, [0, 2, 3, 4]] = 0.0
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:. dead units")
+@pytest.mark.parametrize("form", FORMS)
+def test_what_reads_a_row_of_zeros_is_zero_in_every_form_so_the_representative_is_one(form: str) -> None:
+    objective = Objective(with_pruned_channels(), F.cross_entropy, [(X, torch.arange(40) % 3)])
+    symmetries = find_symmetries(objective)
+    moved = random_equivalent(objective.model, continuous(symmetries), generator=torch.Generator().manual_seed(0), scale=2.0)
+    a, b = (canonicalize(o, form).model for o in (objective, objective.with_model(moved)))
+    check_equivalent(objective.model, a, X, shift_invariant=True)
+    for model in (a, b):
+        assert isinstance(model, nn.Sequential)
+        assert not bool(model[3].weight[:, 1].any())
+        assert not bool(model[5].weight[:, 2].any())  # nothing is left of the row of its unit
+    torch.testing.assert_close(vector(a), vector(b), rtol=1e-8, atol=1e-8)
+    assert {"1[1]", "3[2]"} <= set(canonical_move(objective, symmetries, form).dead_units)
+
+
+def test_zeros_for_what_reads_a_row_of_zeros_are_a_limit_and_no_move_that_can_be_undone() -> None:
+    model = with_pruned_channels()
+    move = canonical_move(model, find_symmetries(model, X), "min-norm").move
+    with pytest.raises(ValueError, match="sets some to zero"):
+        move.inverse()
+
+
 @pytest.mark.filterwarnings("ignore:3 dead units")
 def test_units_that_are_dead_on_the_data_keep_the_form_the_same_all_over_the_orbit() -> None:
     objective = Objective(mlp(4, 5, 6, 3, seed=0), F.cross_entropy, [(X, torch.arange(40) % 3)])

@@ -278,6 +278,38 @@ def test_check_equivalent_raises_on_a_wrong_move_and_on_nan() -> None:
         check_equivalent(model, mlp(4, 5, 2), X)
 
 
+def test_check_equivalent_refuses_inputs_without_examples() -> None:
+    with pytest.raises(ValueError, match="`inputs` must hold at least one example"):
+        check_equivalent(mlp(2, 3, seed=1), mlp(2, 3, seed=2), torch.ones(0, 2))
+    with pytest.raises(ValueError, match="`example_inputs` must hold at least one example"):
+        find_symmetries(mlp(2, 3), torch.ones(0, 2))
+
+
+@pytest.mark.parametrize("shift_invariant", [False, True])
+@pytest.mark.parametrize("classes", [3, 5])
+def test_one_large_class_does_not_hide_another_that_is_wrong(classes: int, shift_invariant: bool) -> None:
+    model = mlp(4, 5, classes)
+    with torch.no_grad():
+        model[2].weight[0] *= 1e12
+    for move in (s.random(generator()) for s in find_symmetries(model, X)):
+        check_equivalent(model, move.apply(model), X, shift_invariant=shift_invariant)  # an honest move passes
+    wrong = copy.deepcopy(model)
+    with torch.no_grad():
+        wrong[2].bias[1] += 1e-6
+    with pytest.raises(NotEquivalent):
+        check_equivalent(model, wrong, X, shift_invariant=shift_invariant)
+
+
+def test_an_output_that_cancels_does_not_make_an_honest_move_fail() -> None:
+    model = mlp(4, 50, 3)
+    with torch.no_grad():
+        model[2].bias[1] -= model(X[:1])[0, 1]  # one entry is rounding alone, and it is the only example
+    assert float(model(X[:1]).detach()[0, 1].abs()) < 1e-14
+    for seed in range(5):
+        for symmetry in find_symmetries(model, X[:1]):
+            check_equivalent(model, symmetry.random(generator(seed)).apply(model), X[:1])
+
+
 def test_check_equivalent_compares_eval_mode_and_leaves_modes_alone() -> None:
     model, inputs = build("cnn")
     train = copy.deepcopy(model).train()

@@ -20,6 +20,7 @@ from flatminima.symmetries.orbit import minimize_over_rescalings, unit_norm_move
 from flatminima.symmetries.rescaling import Rescaling, RescalingMove
 from flatminima.symmetries.softmax_shift import SoftmaxShift
 from flatminima.symmetries.symmetry import Symmetries
+from flatminima.symmetries.zero_rows import clearing_move
 
 __all__ = ["FORMS", "CanonicalMove", "canonical_move", "canonicalize", "unit_variance_move"]
 
@@ -33,8 +34,10 @@ class CanonicalMove:
 
     Attributes:
         form: One of ``FORMS``.
-        move: Centring of the classes, then normalised statistics, then the rescaling of the units.
-        dead_units: Units for which the form has no representative; their row is brought to norm 1, if it is not zero.
+        move: Centring of the classes, then normalised statistics, then zeros for what reads a row of zeros, then the rescaling
+            of the units.
+        dead_units: Units for which the form has no representative: nothing comes in, nothing goes out, or (for "min-trace") the
+            loss does not feel them on these data. Their row is brought to norm 1, if it is not zero.
         gradient: Certificate of the minimum: largest relative imbalance of a unit (0 for unit-norm, which is exact).
         converged: Whether it is at most 1e-12.
     """
@@ -91,8 +94,9 @@ def canonicalize(
         TypeError: If neither example inputs nor symmetries are given.
 
     Warns:
-        UserWarning: If units are dead (nothing comes in, or nothing goes out): the form has no representative for them. Their
-            row is brought to norm 1 instead; one that is zero stays.
+        UserWarning: If the form has no representative for some units: nothing comes in or nothing goes out, or (for "min-trace")
+            the loss does not feel them on these data. Their row is brought to norm 1 instead; one that is zero stays, and what
+            reads it is set to zero, since it multiplies nothing.
 
     References:
         Stock et al. (2019), "Equi-normalization of Neural Networks", for "min-norm", here with biases.
@@ -110,7 +114,8 @@ def canonicalize(
     if canonical.dead_units:
         shown = ", ".join(canonical.dead_units[:5]) + (", …" if len(canonical.dead_units) > 5 else "")
         warnings.warn(
-            f"{len(canonical.dead_units)} dead units have no {form} representative (rows of norm 1 instead): {shown}.",
+            f"{len(canonical.dead_units)} dead units have no {form} representative (rows of norm 1 instead, and zeros "
+            f"for what reads a row of zeros): {shown}.",
             UserWarning,
             stacklevel=2,
         )
@@ -149,6 +154,9 @@ def canonical_move(model: nn.Module | Objective, symmetries: Symmetries, form: s
         for symmetry in norm:
             add(unit_variance_move(symmetry, state))
     for symmetry in (s for s in symmetries.of_kind("node") if isinstance(s, Rescaling)):
+        clearing = clearing_move(symmetry, state)
+        if clearing is not None:
+            add(clearing)
         if form == "unit-norm":
             move, dead = unit_norm_move(symmetry, state)
         else:

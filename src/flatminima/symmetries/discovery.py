@@ -6,19 +6,22 @@ import torch
 from torch import Tensor, nn
 
 from flatminima.objective import Objective
+from flatminima.objective.losses import Loss
 from flatminima.objective.session import copied
 from flatminima.params import clean_name
-from flatminima.symmetries.equivalence import relative_difference
+from flatminima.symmetries.equivalence import check_not_empty, relative_difference
 from flatminima.symmetries.graph import TraceFailed, one_line, trace
 from flatminima.symmetries.inputs import Call, double_copy, kept_rng, outputs
+from flatminima.symmetries.linear_chains import linear_groups
 from flatminima.symmetries.move import Layout, unwrapped
 from flatminima.symmetries.permutation import Permutation
 from flatminima.symmetries.rescaling import Rescaling, Role, Statistic
 from flatminima.symmetries.rules import rule_for
-from flatminima.symmetries.softmax_shift import SoftmaxShift, softmax_loss
+from flatminima.symmetries.softmax_shift import SoftmaxShift, softmax_loss, softmax_loss_of
 from flatminima.symmetries.structure import ScaleVariables, exchangeable_cells, is_scaled, scale_variables
 from flatminima.symmetries.symmetry import Symmetries, Symmetry
 from flatminima.symmetries.walk import Walk, walk
+from flatminima.symmetries.whole_tensors import unexplained_scalings
 
 __all__ = ["find_symmetries", "model_at"]
 
@@ -35,24 +38,28 @@ def find_symmetries(model: nn.Module | Objective, example_inputs: object = None,
     - "node": a unit's incoming row and bias times s, what reads it divided by s; contains "layer";
     - "permutation": hidden units or channels in another order;
     - "norm-scale": what feeds a BatchNorm times c, its running mean times c, its variance :math:`c^2 (v + \epsilon) - \epsilon`;
-    - "softmax shift": one vector added to the last layer's weights of every class, if ``loss`` is softmax cross-entropy.
+    - "softmax shift": one vector added to the last layer's weights of every class, if ``loss`` is softmax cross-entropy (for an
+      objective: any loss of outputs ``(examples, classes)`` that does not see the shift), or if the model ends in a softmax.
 
     Each is then tried on the example inputs, in float64, at the given parameters and at others near by; one that changes
     the outputs by more than 1e-10 (relative) is dropped with a note. Units that an operation outside the known ones touches
-    are fixed, with a note. Scaling by negative numbers, and the larger groups of linear pairs and of attention heads, are not
-    looked for.
+    are fixed, with a note. What is a symmetry and not moved along is named in a note: matrices between layers without a
+    nonlinearity between, the scale of what a normalisation reads, layers used twice, biases that make up for each other, and any
+    other rescaling of whole parameters, which is looked for numerically unless the network is large. Scaling by negative numbers
+    is not looked for.
 
     Args:
         model: The network, or an objective; it is copied, not changed.
         example_inputs: Tensor, tuple of positional inputs or dict of keyword inputs, a few rows. An objective has its own.
         loss: The loss, if its own symmetries count too: ``nn.CrossEntropyLoss``, ``F.cross_entropy`` or a partial of it.
-            An objective has its own.
+            An objective has its own, and there any other loss is tried: one number is added to all outputs of an example.
 
     Returns:
         The symmetries with notes on what was not covered. A model that cannot be traced gives none, and a note.
 
     Raises:
         TypeError: If ``model`` is neither, or ``example_inputs`` is missing or has another form.
+        ValueError: If ``example_inputs`` holds no example.
         NotSupported: If the objective knows no model (a closure), or no inputs (a loss that calls the model) and none are given.
 
     References:
@@ -78,16 +85,22 @@ def find_symmetries(model: nn.Module | Objective, example_inputs: object = None,
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module or an Objective. Got {type(model).__name__}.")
     with kept_rng(model):
-        return _found(model, Call.of(example_inputs), softmax_loss(loss))
+        found = _found(model, Call.of(example_inputs), softmax_loss(loss))
+    if callable(loss) and Loss.of(loss).name == "custom" and "softmax shift" not in found.kinds():
+        note = "softmax shift: this loss is not one of torch's own, and without an objective it cannot be tried: not looked for"
+        return Symmetries(found, (*found.notes, note))
+    return found
 
 
 def _of_objective(objective: Objective, example_inputs: object, loss: object) -> Symmetries:
     call = Call.of_arguments(*objective.example_inputs()) if example_inputs is None else Call.of(example_inputs)
     notes = ("the objective is in train mode, these are the symmetries in eval mode",) if objective.mode == "train" else ()
     model = model_at(objective)
+    kind, note = softmax_loss_of(objective) if loss is None else (softmax_loss(loss), "")
     with kept_rng(model):
-        found = _found(model, call, softmax_loss(objective.loss.function if loss is None else loss))
-    return Symmetries(found, (*notes, *found.notes))
+        found = _found(model, call, kind)
+    notes = (*notes, *found.notes)
+    return Symmetries(found, (*notes, note) if note and "softmax shift" not in found.kinds() else notes)
 
 
 def model_at(objective: Objective) -> nn.Module:
@@ -108,6 +121,7 @@ def _found(model: nn.Module, call: Call, softmax: str) -> Symmetries:
         again = outputs(double, call)
     except Exception as error:  # whatever a user's model raises; the caller is told and nothing is claimed
         return Symmetries((), (f"the model does not run as a copy in float64 ({one_line(error)}): nothing is claimed",))
+    check_not_empty(reference, "example_inputs")
     if not relative_difference(reference, again) <= _RTOL:
         return Symmetries((), ("the outputs differ between two runs in eval mode: nothing is claimed",))
     try:
@@ -121,7 +135,9 @@ def _found(model: nn.Module, call: Call, softmax: str) -> Symmetries:
     points = [(p, copied(p), outputs(p, call)) for p in (double, noisy)]
     kept = []
     for candidate in _candidates(state, double, softmax):
-        if all(_holds(candidate, *point, call) for point in points):
+        # A loss of a softmax does not see a shift of the logits; a model that ends in a softmax must give the same outputs.
+        is_shift = candidate.kind == "softmax shift" and softmax == "cross_entropy"
+        if all(_holds(candidate, *point, call, shift_invariant=is_shift) for point in points):
             kept.append(candidate)
         else:
             notes.append(f"{candidate.kind}: found in the graph, but the outputs changed when it was tried: dropped")
@@ -130,6 +146,8 @@ def _found(model: nn.Module, call: Call, softmax: str) -> Symmetries:
             "softmax shift: the logits do not come straight from one layer that could be shifted: not looked for further"
         )
     notes += _free_shifts(state, double)
+    notes += linear_groups(graph)
+    notes += unexplained_scalings(double, call, kept, state.not_moved)
     return Symmetries(kept, notes)
 
 
@@ -159,7 +177,7 @@ def _candidates(state: Walk, model: nn.Module, softmax: str) -> list[Symmetry]:
         _rescaling("node", node, state, model, layout),
         _permutation(state, layout, model),
         _rescaling("norm-scale", norm, state, model, layout),
-        _softmax_shift(state, layout, model, softmax) if softmax else None,
+        _softmax_shift(state, layout, model, softmax),
     ]
     return [symmetry for symmetry in found if symmetry is not None]
 
@@ -207,7 +225,7 @@ def _softmax_shift(state: Walk, layout: Layout, model: nn.Module, loss: str) -> 
     if output is None or output.affine is None or not output.shape:
         return None
     affine = output.affine
-    if loss == "nll" and not affine.is_normalised:  # the outputs are no log-softmax: a shift changes the loss
+    if loss != "cross_entropy" and not affine.is_normalised:  # the outputs are no (log-)softmax: a shift changes them
         return None
     if any(state.num_uses[name] > 1 for name in (affine.weight, affine.bias) if name):
         return None
@@ -218,7 +236,9 @@ def _softmax_shift(state: Walk, layout: Layout, model: nn.Module, loss: str) -> 
     return SoftmaxShift(layout, affine.weight, affine.weight_axis, affine.bias, float(weight.detach().square().mean().sqrt()))
 
 
-def _holds(symmetry: Symmetry, model: nn.Module, scratch: nn.Module, before: list[Tensor], call: Call) -> bool:
+def _holds(
+    symmetry: Symmetry, model: nn.Module, scratch: nn.Module, before: list[Tensor], call: Call, *, shift_invariant: bool
+) -> bool:
     """Try one random move from ``model``, written into its copy ``scratch``."""
     state: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     moved = symmetry.random(torch.Generator().manual_seed(0), 0.5, state=state).apply_state(state)
@@ -226,8 +246,7 @@ def _holds(symmetry: Symmetry, model: nn.Module, scratch: nn.Module, before: lis
     with torch.no_grad():
         for name, tensor in [*scratch.named_parameters(), *scratch.named_buffers()]:
             tensor.copy_(moved[name])
-    shift = symmetry.kind == "softmax shift"
-    return relative_difference(before, outputs(scratch, call), shift_invariant=shift) <= _RTOL
+    return relative_difference(before, outputs(scratch, call), shift_invariant=shift_invariant) <= _RTOL
 
 
 def _jittered(model: nn.Module, state: Walk) -> nn.Module:

@@ -15,7 +15,10 @@ from flatminima.symmetries.inputs import Call, double_copy, kept_rng, outputs
 from flatminima.symmetries.move import Composition, unwrapped
 from flatminima.symmetries.symmetry import Symmetry
 
-__all__ = ["check_equivalent", "random_equivalent", "relative_difference"]
+__all__ = ["check_equivalent", "check_not_empty", "random_equivalent", "relative_difference"]
+
+#: Entries smaller than this part of the median entry count as that large: rounding errors are those of what cancelled.
+_CANCELLED = 1e-4
 
 
 def check_equivalent(a: nn.Module, b: nn.Module, inputs: object, *, rtol: float = 1e-10, shift_invariant: bool = False) -> float:
@@ -26,12 +29,14 @@ def check_equivalent(a: nn.Module, b: nn.Module, inputs: object, *, rtol: float 
         b: The other.
         inputs: Tensor, tuple of positional inputs or dict of keyword inputs.
         rtol: Largest relative difference that passes. Networks whose parameters are float32 differ by their rounding: allow 1e-5.
-        shift_invariant: Compare ``log_softmax`` of the outputs over the classes (axis 1, or 0 of a vector) instead.
+        shift_invariant: Compare up to one number that is added to all classes (axis 1, or 0 of a vector) of an example: equal
+            ``log_softmax``.
 
     Returns:
-        max abs(out_a − out_b) / max abs(out_a), over all outputs.
+        The largest of max abs(out_a − out_b) / max abs(out_a) over all entries of the outputs, each maximum over the examples.
 
     Raises:
+        ValueError: If there are no examples.
         NotEquivalent: If it is larger than ``rtol``, or not a number.
         TypeError: If ``inputs`` has another form, or a model returns no tensor.
 
@@ -44,6 +49,7 @@ def check_equivalent(a: nn.Module, b: nn.Module, inputs: object, *, rtol: float 
     call = Call.of(inputs, "inputs")
     with kept_rng(a):
         first, second = outputs(double_copy(a), call), outputs(double_copy(b), call)
+    check_not_empty(first, "inputs")
     difference = relative_difference(first, second, shift_invariant=shift_invariant)
     if not difference <= rtol:
         raise NotEquivalent(
@@ -54,21 +60,43 @@ def check_equivalent(a: nn.Module, b: nn.Module, inputs: object, *, rtol: float 
 
 
 def relative_difference(first: list[Tensor], second: list[Tensor], *, shift_invariant: bool = False) -> float:
-    """Return the largest difference over all outputs, relative to the largest entry of the first; NaN where one is not finite."""
+    """Return the largest difference over all entries of the outputs, relative to that entry's size; NaN where one is not finite.
+
+    The size of an entry is its largest absolute value over the examples (axis 0), so that one large class hides no other; where
+    cancellation leaves next to nothing, it is a small part of what is usual among the entries.
+    """
     if [t.shape for t in first] != [t.shape for t in second]:
         return float("inf")
     worst = 0.0
     for x, y in zip(first, second, strict=True):
-        if shift_invariant:
-            x, y = (t.log_softmax(dim=1 if t.ndim > 1 else 0) for t in (x, y))
         if not x.numel():
             continue
-        gap, size = float((x - y).abs().max()), float(x.abs().max())
-        ratio = gap / size if size > 0 else (0.0 if gap == 0 else float("inf"))
-        worst = max(worst, ratio) if ratio == ratio else float("nan")
-        if worst != worst:
-            break
+        gap, size = y - x, x.abs()
+        if shift_invariant:
+            size = torch.maximum(size, y.abs())  # both enter the gap's rounding
+            gap = _without_shift(gap, size, axis=1 if x.ndim > 1 else 0)
+        if x.ndim > 1:
+            gap, size = gap.abs().amax(0), size.amax(0)
+        size = size.clamp(min=_CANCELLED * float(size.median()))
+        ratio = torch.where(gap == 0, 0.0, gap.abs() / size).max()  # NaN stays NaN, and any gap is large beside zero
+        if bool(ratio.isnan()):
+            return float("nan")
+        worst = max(worst, float(ratio))
     return worst
+
+
+def _without_shift(gap: Tensor, size: Tensor, *, axis: int) -> Tensor:
+    """Subtract from every example's gap that of its class of the smallest size, where the shift is least rounded."""
+    return gap - gap.gather(axis, size.argmin(dim=axis, keepdim=True))
+
+
+def check_not_empty(found: list[Tensor], name: str) -> None:
+    """Raise ValueError if outputs hold no number: a comparison of nothing says nothing."""
+    if not any(t.numel() for t in found):
+        raise ValueError(
+            f"`{name}` must hold at least one example (without outputs there is nothing to compare). "
+            f"Got outputs of shape {', '.join(str(tuple(t.shape)) for t in found)}."
+        )
 
 
 def random_equivalent(

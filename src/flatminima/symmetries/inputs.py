@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatminima.objective.session import copied
 from flatminima.symmetries.move import unwrapped
 
-__all__ = ["Call", "double_copy", "kept_rng", "outputs"]
+__all__ = ["Call", "double_copy", "kept_rng", "outputs", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,20 @@ def outputs(model: nn.Module, call: Call) -> list[Tensor]:
         TypeError: If the model gives no tensor.
     """
     with torch.no_grad():
-        found = _tensors(model(*call.args, **call.kwargs))
+        found = [t.detach().double() for t in tensors(model(*call.args, **call.kwargs))]
     if not found:
         raise TypeError("`model` must return a tensor, or a tuple or dict of tensors. Got none.")
     return found
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors(value: Any) -> list[Tensor]:
+    """Return every tensor in a tensor, dict, list or tuple of them."""
     if isinstance(value, Tensor):
-        return [value.detach().double()]
+        return [value]
     if isinstance(value, Mapping):
-        return [t for v in value.values() for t in _tensors(v)]
+        return [t for v in value.values() for t in tensors(v)]
     if isinstance(value, list | tuple):
-        return [t for v in value for t in _tensors(v)]
+        return [t for v in value for t in tensors(v)]
     return []
 
 

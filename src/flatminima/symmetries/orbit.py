@@ -29,7 +29,8 @@ class OrbitMinimum:
         gradient: Certificate: largest relative imbalance abs(in − out) / (in + out) of a unit at the minimum.
         sweeps: Sweeps over all units.
         converged: Whether ``gradient`` is at most the tolerance.
-        dead_units: Labels of the units without a minimiser: the weights of what they read or of what reads them are all zero.
+        dead_units: Labels of the units without a minimiser: c is zero for all of a unit's row, or for all that reads it (a zero
+            weight, or a second derivative that is zero on these data).
     """
 
     value: float

@@ -8,17 +8,18 @@ from flatminima.symmetries.canonical import unit_variance_move
 from flatminima.symmetries.discovery import find_symmetries, model_at
 from flatminima.symmetries.move import Composition
 from flatminima.symmetries.rescaling import Rescaling
-from flatminima.symmetries.softmax_shift import SoftmaxShift, softmax_loss
+from flatminima.symmetries.softmax_shift import SoftmaxShift
 
 __all__ = ["centre_classes", "normalize_statistics"]
 
 
 def centre_classes(objective: Objective) -> Objective:
-    """Return the objective with the last layer's mean over the classes subtracted, under a softmax loss.
+    """Return the objective with the last layer's mean over the classes subtracted, where that leaves the loss unchanged.
 
-    The loss is the same; so are all predictions. Any other objective is returned as it is.
+    That is so under softmax cross-entropy, under any loss of outputs ``(examples, classes)`` that does not see the shift, and
+    for a model that ends in a softmax; see `find_symmetries`. The predictions stay. Other objectives are returned as they are.
     """
-    if not objective.has_model or not softmax_loss(objective.loss.function):
+    if not objective.has_model:
         return objective
     shifts = [s for s in find_symmetries(objective) if isinstance(s, SoftmaxShift)]
     model = model_at(objective)

@@ -58,6 +58,8 @@ def batch_norm(walk: Walk, op: Operation) -> Value:
     if not isinstance(x, Activation) or not all(map(_is_parameter_or_none, (weight, bias))):
         return None
     channel_ids = x.ids_along(1) if len(x.shape) > 1 else None
+    if op["training"] and mean is None and var is None:
+        return normalisation(walk, op)
     if op["training"] or channel_ids is None or not isinstance(mean, BufferRef) or not isinstance(var, BufferRef):
         return None
     name = weight.name.removesuffix(".weight") if weight else mean.name.removesuffix(".running_mean")
@@ -78,22 +80,42 @@ def batch_norm(walk: Walk, op: Operation) -> Value:
 
 
 def layer_norm(walk: Walk, op: Operation) -> Value:
-    """Normalisation over the last axis: it reads a mixture of its inputs, so their scale is fixed; γ and β give new units."""
+    """LayerNorm and RMSNorm over the last axis mix their inputs and undo their common scale; γ and β give new units."""
     x, weight, bias = op["input"], op["weight"], op["bias"]
     if not isinstance(x, Activation) or not all(map(_is_parameter_or_none, (weight, bias))) or len(op["normalized_shape"]) != 1:
-        return None
+        return normalisation(walk, op)
     in_ids = x.ids_along(-1)
-    if in_ids is None:
-        return None
-    walk.not_homogeneous(op, x.ids)
+    if in_ids is None or (weight is None and bias is not None):
+        return normalisation(walk, op)
+    walk.normalises(op, x.ids)
     if weight is None:
-        return Activation(x.ids, x.shape) if bias is None else None
+        return Activation(x.ids, x.shape)
     ids = walk.units.new_block(weight.name.removesuffix(".weight"), x.shape[-1])
     walk.units.order.tie(ids, in_ids)
     walk.use(weight.name, weight.term(ids, 0, +1))
     if bias is not None:
         walk.use(bias.name, bias.term(ids, 0, +1))
     return Activation(ids.reshape([1] * (len(x.shape) - 1) + [-1]), op.out)
+
+
+def normalisation(walk: Walk, op: Operation) -> Value:
+    """Any other normalisation by the input's own statistics: it is not covered, but does not see the scale of its input."""
+    x = op["input"]
+    if not isinstance(x, Activation):
+        return None
+    walk.normalises(op, x.ids)
+    if not x.is_fixed():
+        walk.notes[f"{op.name} is not covered here: the units that it touches are fixed"] += 1
+    walk.units.order.fix(x.ids)
+    for value in op.tensors():
+        if isinstance(value, ParameterView | BufferRef):
+            walk.use(value.name)
+    return fixed_activation(op.out) if isinstance(op.out, torch.Size) else None
+
+
+def instance_norm(walk: Walk, op: Operation) -> Value:
+    """InstanceNorm by the statistics of each example; with running statistics it is not covered."""
+    return normalisation(walk, op) if op["use_input_stats"] else None
 
 
 def prelu(walk: Walk, op: Operation) -> Value:
@@ -133,6 +155,9 @@ LAYER_RULES: dict[str, Rule] = {
     "conv_transpose3d": convolution,
     "batch_norm": batch_norm,
     "layer_norm": layer_norm,
+    "rms_norm": layer_norm,
+    "group_norm": normalisation,
+    "instance_norm": instance_norm,
     "prelu": prelu,
     "embedding": embedding,
 }

@@ -8,20 +8,78 @@ from typing import final
 import torch
 from torch import Tensor
 
+from flatminima.objective import Objective
+from flatminima.objective.evaluators import Evaluation
 from flatminima.objective.losses import Loss
 from flatminima.symmetries.move import Layout, Move
 from flatminima.symmetries.symmetry import Symmetry
 
-__all__ = ["ShiftMove", "SoftmaxShift", "softmax_loss"]
+__all__ = ["ShiftMove", "SoftmaxShift", "softmax_loss", "softmax_loss_of"]
+
+
+#: Largest relative change of a loss that counts as none, in float64.
+_RTOL = 1e-10
 
 
 def softmax_loss(loss: object) -> str:
     """Return "cross_entropy" or "nll" for torch's losses of a softmax, as module, function or partial, and "" for any other.
 
-    A subclass may add anything to the loss, so only torch's own classes count.
+    A subclass may add anything to the loss, so only torch's own classes count; others have to be tried, see
+    `softmax_loss_of`.
     """
     name = Loss.of(loss).name if callable(loss) else ""
     return name if name in ("cross_entropy", "nll") else ""
+
+
+def softmax_loss_of(objective: Objective) -> tuple[str, str]:
+    """Return the kind of softmax loss that an objective has, and what could not be told; looked for once an architecture.
+
+    A loss that is not one of torch's own is tried in float64: one random number for each example is added to all its
+    outputs. If no batch's total changes by more than 1e-10 (relative), it is a loss of a softmax.
+
+    Returns:
+        "cross_entropy", "nll" or "" as `softmax_loss` does, and a note, empty if the answer is known.
+    """
+    if objective.loss.name != "custom":
+        return softmax_loss(objective.loss.function), ""
+    known = objective.architecture
+    if "softmax loss" not in known:
+        known["softmax loss"] = _tried(objective)
+    kind, note = known["softmax loss"]
+    return str(kind), str(note)
+
+
+def _tried(objective: Objective) -> tuple[str, str]:
+    evaluator = objective.to(torch.float64).model_evaluator("The loss")
+    generator = torch.Generator().manual_seed(0)
+
+    def totals(evaluation: Evaluation, _leaves: Mapping[str, Tensor]) -> Tensor:
+        outputs = evaluation.outputs
+        if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
+            raise _CannotTellError("for outputs that are not one tensor of numbers")
+        if outputs.ndim != 2:
+            raise _CannotTellError(f"for outputs of shape {tuple(outputs.shape)}")
+        shift = torch.randn(len(outputs), 1, generator=generator, dtype=torch.float64).to(outputs)
+        moved = evaluator.total_of(outputs + shift * (1 + outputs.abs().max()), evaluation)
+        before = evaluator.total_of(outputs, evaluation)
+        # A batch is its own test: sums over batches may cancel. A loss of one class is constant, and no evidence.
+        return torch.stack([(moved - before).abs(), before.abs()]).detach() if outputs.shape[1] > 1 else outputs.new_ones(2)
+
+    try:
+        change, size = objective.to(torch.float64).without_l2().integrate(totals, gradients=False).tolist()
+    except _CannotTellError as error:
+        return "", _note(str(error))
+    except Exception as error:  # whatever a user's model or loss raises in float64
+        return "", _note(f"({type(error).__name__} in float64)")
+    return ("cross_entropy" if change <= _RTOL * size else ""), ""
+
+
+class _CannotTellError(Exception):
+    """The loss cannot be tried on such outputs."""
+
+
+def _note(why: str) -> str:
+    return f"softmax shift: whether this loss stays when one number is added to all classes was not tried {why}: not looked for"
 
 
 @final

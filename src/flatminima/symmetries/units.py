@@ -67,6 +67,19 @@ class Relation:
         return labels
 
 
+@dataclass(frozen=True)
+class Reuse:
+    """A tensor that is read a second time: the scales of its entries' units must agree in sum, exponents as signs.
+
+    Attributes:
+        name: Name of the tensor.
+        pairs: For each of its terms, the unit ids of the first and of this use.
+    """
+
+    name: str
+    pairs: tuple[tuple[Tensor, Tensor], ...]
+
+
 class UnitTable:
     """All units of a network, with the two relations on them.
 

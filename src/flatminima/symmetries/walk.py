@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flatminima.symmetries.graph import Graph, node_shapes
-from flatminima.symmetries.units import UnitTable
+from flatminima.symmetries.settle import settle
+from flatminima.symmetries.units import Reuse, UnitTable
 from flatminima.symmetries.values import Activation, Affine, BufferRef, ParameterView, Term, Value, fixed_activation
 
 __all__ = ["Absorption", "Operation", "Rule", "Walk", "walk"]
@@ -77,6 +78,10 @@ class Walk:
         terms: Terms of every parameter and buffer that some operation used, by name.
         absorptions: The normalisations with fixed statistics.
         notes: What was not covered, and how often it was met.
+        num_uses: How often each parameter and buffer is read.
+        reuses: What is read more than once in the same role; settled after the walk.
+        normalisations: Operations that undo a common scale of their input, by name, with the unit ids of the input.
+        not_moved: Layers and parameters whose rescalings a note says are not moved along.
         output: The network's output, if it is one tensor.
     """
 
@@ -85,6 +90,9 @@ class Walk:
     absorptions: list[Absorption] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
     num_uses: Counter[str] = field(default_factory=Counter)
+    reuses: list[Reuse] = field(default_factory=list)
+    normalisations: list[tuple[str, Tensor]] = field(default_factory=list)
+    not_moved: set[str] = field(default_factory=set)
     output: Activation | None = None
 
     def use(self, name: str, *terms: Term) -> None:
@@ -97,10 +105,10 @@ class Walk:
         if self.num_uses[name] == 1:
             return
         if [_form(t) for t in before] == [_form(t) for t in terms]:
-            for old, new in zip(before, terms, strict=True):
+            pairs = tuple(zip(before, terms, strict=True))
+            for old, new in pairs:
                 self.units.order.tie(old.ids, new.ids)
-                if old.exponent:
-                    self.units.scale.tie(old.ids, new.ids)
+            self.reuses.append(Reuse(name, tuple((old.ids, new.ids) for old, new in pairs if old.exponent)))
         else:
             self.notes[f"{name} is used in different roles: the units that it touches are fixed"] += 1
             for term in (*before, *terms):
@@ -177,6 +185,11 @@ class Walk:
             self.notes[note or f"{op.name} is not covered here: the units that it touches are fixed"] += 1
         return _fixed(op.out)
 
+    def normalises(self, op: Operation, ids: Tensor) -> None:
+        """Record an operation that is unchanged when all its input is scaled, and that mixes its units."""
+        if bool(ids.any()):
+            self.normalisations.append((op.name, ids))
+
     def not_homogeneous(self, op: Operation, ids: Tensor) -> None:
         """Fix the scale of the units that pass through a function without f(s x) = s f(x)."""
         if bool(ids.any()):
@@ -195,6 +208,8 @@ def walk(graph: Graph, rule_for: Callable[[Operation], Rule]) -> Walk:
             values[node] = _result(state, node, values, rule_for)
         else:
             values[node] = _leaf(node, graph)
+    notes, state.not_moved = settle(state.units, state.normalisations, state.reuses)
+    state.notes.update(notes)
     return state
 
 
