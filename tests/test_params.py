@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -52,3 +54,37 @@ def test_a_wrong_length_and_a_wrong_pick_are_refused() -> None:
     model.bias.requires_grad_(False)
     with pytest.raises(ValueError, match=r"must pick trainable parameters. Got frozen bias"):
         ParameterSpace.of(model, params="bias")
+
+
+MODEL = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1).requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ([], ValueError, r"must pick at least one parameter. Got nothing. Leave it out"),
+        ((), ValueError, r"must pick at least one parameter"),
+        (nn.Linear(2, 2), ValueError, r"modules of this model. Got a foreign Linear"),
+        ([MODEL[0], nn.Linear(2, 2)], ValueError, r"modules of this model. Got a foreign Linear"),
+        (MODEL[1], ValueError, r"modules with parameters. Got ReLU, which has none"),
+        (["0.*", MODEL[1]], ValueError, r"modules with parameters. Got ReLU, which has none"),
+        (MODEL[2], ValueError, r"must pick trainable parameters. Got frozen 2.bias, 2.weight"),
+        (3, TypeError, r"name patterns, modules or parameters. Got int"),
+        (torch.ones(2), TypeError, r"name patterns, modules or parameters. Got Tensor"),
+    ],
+)
+def test_a_pick_of_nothing_is_told_why(params: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ParameterSpace.of(MODEL, params)
+
+
+def test_a_module_with_some_frozen_parameters_gives_the_others() -> None:
+    assert ParameterSpace.of(MODEL, MODEL).names == ("0.weight", "0.bias")
+    assert ParameterSpace.of(MODEL, list(MODEL[0].parameters())).names == ("0.weight", "0.bias")
+
+
+def test_a_model_without_parameters_and_one_without_trainable_ones_are_told_apart() -> None:
+    with pytest.raises(ValueError, match=r"at least one trainable parameter. Got ReLU, which has none"):
+        ParameterSpace.of(nn.ReLU())
+    with pytest.raises(ValueError, match="Got 2 parameters, none with requires_grad=True"):
+        ParameterSpace.of(nn.Linear(2, 1).requires_grad_(False))

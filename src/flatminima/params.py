@@ -57,12 +57,14 @@ class ParameterSpace:
                 on names (``"*.weight"``), a sub-module (all its trainable parameters), a parameter.
 
         Raises:
-            ValueError: If nothing is picked, a pattern matches nothing, or a parameter is complex.
+            ValueError: If nothing is picked, a pick holds no trainable parameter of the model, or a parameter is complex.
             TypeError: If ``params`` holds anything else.
         """
         named = {clean_name(name): p for name, p in model.named_parameters()}
         trainable = {name: p for name, p in named.items() if p.requires_grad}
         chosen = trainable if params is None else _select(named, trainable, params)
+        if not named:
+            raise ValueError(f"The model must have at least one trainable parameter. Got {type(model).__name__}, which has none.")
         if not chosen:
             raise ValueError(
                 "The model must have at least one trainable parameter. "
@@ -124,7 +126,11 @@ class ParameterSpace:
 def _select(
     named: Mapping[str, nn.Parameter], trainable: Mapping[str, nn.Parameter], params: Selection
 ) -> dict[str, nn.Parameter]:
-    picks = [params] if isinstance(params, str | nn.Module | nn.Parameter) else list(params or ())
+    if not isinstance(params, str | nn.Module | Tensor | Iterable):
+        raise TypeError(f"`params` must hold name patterns, modules or parameters. Got {type(params).__name__}.")
+    picks = [params] if isinstance(params, str | nn.Module | Tensor) else list(params or ())
+    if not picks:
+        raise ValueError("`params` must pick at least one parameter. Got nothing. Leave it out for all trainable parameters.")
     chosen: set[str] = set()
     for pick in picks:
         if isinstance(pick, str):
@@ -134,8 +140,7 @@ def _select(
             if not any(p is pick for p in named.values()):
                 raise ValueError(f"`params` must hold parameters of this model. Got a foreign one of shape {tuple(pick.shape)}.")
         elif isinstance(pick, nn.Module):
-            own = {id(p) for p in pick.parameters()}
-            chosen.update(n for n, p in trainable.items() if id(p) in own)
+            chosen.update(_names_in(pick, named, trainable))
         else:
             raise TypeError(f"`params` must hold name patterns, modules or parameters. Got {type(pick).__name__}.")
     frozen = sorted(chosen - set(trainable))
@@ -144,6 +149,17 @@ def _select(
             f"`params` must pick trainable parameters. Got frozen {_short(frozen)}. Call requires_grad_(True) on them."
         )
     return {n: p for n, p in trainable.items() if n in chosen}
+
+
+def _names_in(module: nn.Module, named: Mapping[str, nn.Parameter], trainable: Mapping[str, nn.Parameter]) -> set[str]:
+    """Return the names of a module's trainable parameters, or of all where none is trainable."""
+    own = {id(p) for p in module.parameters()}
+    if not own:
+        raise ValueError(f"`params` must hold modules with parameters. Got {type(module).__name__}, which has none.")
+    names = {n for n, p in named.items() if id(p) in own}
+    if not names:
+        raise ValueError(f"`params` must hold modules of this model. Got a foreign {type(module).__name__}.")
+    return names & set(trainable) or names
 
 
 def _short(names: Sequence[str], limit: int = 8) -> str:

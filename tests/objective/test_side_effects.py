@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,12 +78,11 @@ class Failing(nn.Module):
 
     def __init__(self, where: str) -> None:
         super().__init__()
-        self.inner, self.where, self.calls = _network(), where, 0
+        self.inner, self.where, self.calls = _network(), where, count()  # an iterator: a number would be put back
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
         y: Tensor = self.inner(x)
-        if self.calls > 6:
+        if next(self.calls) > 18:
             if self.where == "forward":
                 raise KeyboardInterrupt
             y.register_hook(self._fail)
@@ -302,3 +304,112 @@ def test_tensors_that_a_forward_pass_hangs_on_modules_are_taken_off() -> None:
     assert model.scale is scale
     assert not hasattr(model, "last")
     assert model.count == 0
+
+
+class Remembering(nn.Module):
+    """Writes plain values, containers, and attributes that were None or not there, at two depths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.features: Any = None
+        self.gone: Any = "here"
+        self.calls, self.total, self.started, self.name = 0, 0.5, False, "new"
+        self.lines, self.by_name, self.shapes = [1], {"a": 1}, {1}
+        self.last_two, self.ordered = deque([1, 2], maxlen=2), OrderedDict(a=1, b=2)
+        self.counts, self.lists = Counter("aab"), defaultdict(list, {"a": [1]})
+        self.nested = {"inner": [{"tensor": torch.zeros(2)}]}
+        self.pair = ([1], torch.zeros(2))
+        self.helper = SimpleNamespace(calls=0, lines=[], last=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.calls, self.total, self.started, self.name = self.calls + 1, self.total * 2, True, "old"
+        self.features, self.extra = x, [x]
+        self.__dict__.pop("gone", None)
+        self.lines.append(x)
+        self.by_name.update(a=x, b=x)
+        self.shapes.add(x.shape)
+        self.last_two.append(x)
+        self.ordered.move_to_end("a")
+        self.counts.update("abc")
+        self.lists["b"].append(x)
+        self.nested["inner"].append({})
+        self.nested["inner"][0]["tensor"] += 1
+        self.nested["inner"][0]["other"] = x
+        self.pair[0].append(x)
+        self.pair[1].add_(1)
+        self.helper.calls, self.helper.last, self.helper.new = self.helper.calls + 1, x, x
+        self.helper.lines.append(x)
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.ones(3))
+            self.added = nn.Linear(3, 3)
+        return self.layer(x)
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy with tensors as lists, that compares as a whole."""
+    if isinstance(value, Tensor):
+        return ("tensor", value.tolist())
+    if isinstance(value, dict):
+        return (type(value), [(k, _plain(v)) for k, v in value.items()])
+    if isinstance(value, list | tuple | deque):
+        return (type(value), [_plain(v) for v in value])
+    if isinstance(value, SimpleNamespace):
+        return _plain(vars(value))
+    return set(value) if isinstance(value, set) else value
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in vars(module).items()}
+
+
+@pytest.mark.parametrize("times", [0, 2])
+@pytest.mark.parametrize("from_closure", [False, True])
+def test_what_a_forward_pass_writes_on_modules_is_put_back(times: int, from_closure: bool) -> None:
+    model, x = nn.Sequential(Remembering()), torch.ones(2, 3)
+    for _ in range(times):
+        model(x)
+    before, objects = _attributes(model[0]), {name: id(value) for name, value in vars(model[0]).items()}
+    if from_closure:
+        objective = Objective.from_closure(lambda: F.cross_entropy(model(x), Y[:2]), dict(model.named_parameters()))
+    else:
+        objective = Objective(model, F.cross_entropy, (x, Y[:2]))
+    Hessian(objective) @ torch.ones(objective.space.size)
+    assert _attributes(model[0]) == before
+    assert {name: id(value) for name, value in vars(model[0]).items()} == objects
+    assert model[0].last_two.maxlen == 2
+    assert model[0].lists.default_factory is list
+
+
+def test_what_was_written_is_put_back_when_a_call_raises() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Remembering()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner(x)
+            raise KeyboardInterrupt
+
+    model = Broken()
+    before = _attributes(model.inner)
+    with pytest.raises(KeyboardInterrupt):
+        Objective(model, F.cross_entropy, (torch.ones(2, 3), Y[:2]))
+    assert _attributes(model.inner) == before
+
+
+def test_what_a_loss_module_keeps_is_put_back() -> None:
+    class Logging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.history: list[Tensor] = []
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            self.history.append(F.cross_entropy(outputs, targets))
+            return self.history[-1]
+
+    loss = Logging()
+    Objective(_network(), loss, (X, Y)).gradient()
+    assert loss.history == []

@@ -176,3 +176,19 @@ def test_a_loss_that_is_no_callable_is_refused(loss: object) -> None:
 def test_shapes_that_would_broadcast_are_refused() -> None:
     with pytest.raises(ValueError, match="one shape under mse"), pytest.warns(UserWarning, match="target size"):
         Objective(nn.Linear(3, 1), F.mse_loss, [(torch.ones(4, 3), torch.ones(4))])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(reduction="none"),
+        nn.MSELoss(reduction="none"),
+        partial(F.mse_loss, reduction="none"),
+        partial(F.mse_loss, reduction="none", weight=torch.ones(2, 1)),
+        partial(partial(F.cross_entropy, reduction="none"), label_smoothing=0.1),
+        partial(F.mse_loss, reduction="average"),
+    ],
+)
+def test_a_loss_that_does_not_reduce_is_refused(loss: Callable[..., Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"must average or add up its terms.*Use reduction='mean' or 'sum'"):
+        Objective(nn.Linear(3, 1), loss, (torch.ones(2, 3), torch.ones(2, 1)))

@@ -1,11 +1,11 @@
-"""What turns parameters into batch losses: a model with a loss and data, or a closure over parameters."""
+"""What turns parameters into batch losses; here, a model with a loss and data."""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,7 +17,7 @@ from flatminima.objective.losses import ELEMENTWISE, Loss
 from flatminima.objective.session import session
 from flatminima.params import ParameterSpace, clean_name
 
-__all__ = ["ClosureEvaluator", "Evaluation", "Evaluator", "ModelEvaluator", "gradients_of"]
+__all__ = ["Evaluation", "Evaluator", "ModelEvaluator", "gradients_of"]
 
 _MODEL_NAMES = ("model", "module", "net", "network")
 
@@ -47,6 +47,11 @@ class Evaluator(ABC):
     @abstractmethod
     def space(self) -> ParameterSpace:
         """The parameters that the loss is a function of."""
+
+    @property
+    @abstractmethod
+    def modules(self) -> Iterable[nn.Module]:
+        """The modules that are known to run."""
 
     @abstractmethod
     def current(self) -> Mapping[str, Tensor]:
@@ -128,10 +133,15 @@ class ModelEvaluator(Evaluator):
         self._space = space
         self._bound = _Bound(model, loss)
         self._slots = _slots(self._bound)
+        self._loss_modules = list(loss.function.modules()) if isinstance(loss.function, nn.Module) else []
 
     @property
     def space(self) -> ParameterSpace:
         return self._space
+
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        return [*self.model.modules(), *self._loss_modules]
 
     @property
     def takes_model(self) -> bool:
@@ -142,7 +152,7 @@ class ModelEvaluator(Evaluator):
         return {clean_name(name): p for name, p in self.model.named_parameters()}
 
     def session(self) -> AbstractContextManager[None]:
-        return session(self.model, mode=self.mode, generators=self.batches.generators)
+        return session(self.model, mode=self.mode, generators=self.batches.generators, others=self._loss_modules)
 
     def leaves(self, theta: Tensor) -> dict[str, Tensor]:
         own = self.current()
@@ -256,47 +266,6 @@ def _slots(bound: nn.Module) -> list[_Slot]:
     return slots
 
 
-@final
-class ClosureEvaluator(Evaluator):
-    """A function without arguments that returns the loss, and the parameters that it reads."""
-
-    def __init__(self, closure: Callable[[], Tensor], params: Mapping[str, Tensor]) -> None:
-        self.closure = closure
-        self._params = dict(params)
-        self._space = ParameterSpace({name: p.shape for name, p in params.items()})
-
-    @property
-    def space(self) -> ParameterSpace:
-        return self._space
-
-    def current(self) -> Mapping[str, Tensor]:
-        return self._params
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        before = [(p, p.detach().clone(), p.grad) for p in self._params.values()]
-        try:
-            with session(None, mode="eval"):
-                yield
-        finally:
-            with torch.no_grad():
-                for parameter, value, gradient in before:
-                    parameter.copy_(value)
-                    parameter.grad = gradient
-
-    def leaves(self, theta: Tensor) -> dict[str, Tensor]:
-        with torch.no_grad():
-            for name, part in self.space.unflatten(theta).items():
-                self._params[name].copy_(part)
-        return dict(self._params)
-
-    def evaluations(self, leaves: Mapping[str, Tensor]) -> Iterator[Evaluation]:
-        total = self.closure()
-        if not isinstance(total, Tensor) or total.numel() != 1:
-            raise ValueError(f"`closure` must return one number. Got {describe(total)}.")
-        yield Evaluation(total.reshape(()))
-
-
 def _logits(outputs: Any) -> Any:
     """Return the tensor that a loss takes: the output itself, its ``.logits``, or its entry "logits"."""
     if isinstance(outputs, Tensor):
@@ -314,8 +283,11 @@ def _first_parameter(function: Callable[..., Any]) -> str | None:
     return names[0] if names else None
 
 
-def gradients_of(total: Tensor, leaves: Mapping[str, Tensor], *, create_graph: bool = False) -> list[Tensor]:
+def gradients_of(
+    total: Tensor, leaves: Mapping[str, Tensor], *, create_graph: bool = False, retain_graph: bool | None = None
+) -> list[Tensor]:
     """Return ∂total/∂leaf for every leaf; zeros where the total does not depend on it."""
     if not total.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves.values()]
-    return list(torch.autograd.grad(total, list(leaves.values()), create_graph=create_graph, materialize_grads=True))
+    inputs = list(leaves.values())
+    return list(torch.autograd.grad(total, inputs, None, retain_graph, create_graph, materialize_grads=True))

@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from flatminima._errors import NonFiniteLoss, NotDeterministic, NotSupported
 from flatminima.objective.batches import Batches, batch_size, describe, tensors_of
+from flatminima.objective.closures import ClosureEvaluator
+from flatminima.objective.dependence import refuse_hidden_paths, refuse_memory, refuse_writes, tolerance
 from flatminima.objective.evaluators import Evaluation, ModelEvaluator, gradients_of
 
-__all__ = ["Inspection", "inspect_data"]
+__all__ = ["Inspection", "inspect_closure", "inspect_data"]
 
 
 @final
@@ -37,35 +39,83 @@ class Inspection:
     fingerprints: tuple[int, ...]
 
 
-def inspect_data(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor], *, check_deterministic: bool) -> Inspection:
-    """Pass over the data once, or twice to compare; to be called within a session.
+def inspect_data(evaluator: ModelEvaluator, theta: Tensor, *, check_deterministic: bool) -> Inspection:
+    """Pass over the data once, or twice to compare, and see what kind of function of θ ``(n,)`` the loss is.
 
     Raises:
         ValueError: If the data is empty, has no term, or does not fit the model.
         NonFiniteLoss: If a batch's loss is infinite or NaN.
         NotDeterministic: If the second pass differs, with the culprit where it can be found.
-        NotSupported: If the model checkpoints activations in the reentrant way, which gives wrong derivatives without a word.
+        NotSupported: If the loss is no function of θ alone, or torch.autograd does not see its derivatives.
     """
-    first = _one_pass(evaluator, leaves)
-    if first.num_examples:
-        _check_gradient(evaluator, leaves)
+    with evaluator.session():
+        leaves = evaluator.leaves(theta)
+        with refuse_writes(evaluator, leaves):
+            first = _one_pass(evaluator, leaves)
+        if first.num_examples == 0:
+            raise ValueError("`data` must hold at least one example. Got an empty loader.")
+        if not first.num_terms > 0:
+            raise ValueError(f"`data` must hold at least one loss term. Got {first.num_terms}: is every target ignored?")
         _check_micro_batches(evaluator, leaves, first)
-    if first.num_examples == 0:
-        raise ValueError("`data` must hold at least one example. Got an empty loader.")
-    if not first.num_terms > 0:
-        raise ValueError(f"`data` must hold at least one loss term. Got {first.num_terms}: is every target ignored?")
+        if check_deterministic:
+            _compare(evaluator, leaves, first, _one_pass(evaluator, leaves))
+        batch = next(evaluator.prepared())
+    one_batch = evaluator.replaced(batches=Batches([batch]))
     if check_deterministic:
-        second = _one_pass(evaluator, leaves)
-        if second.fingerprints != first.fingerprints:
-            raise NotDeterministic(_changed_data(evaluator.batches.data))
-        precision = max((torch.finfo(leaf.dtype).eps for leaf in leaves.values()), default=1e-7)
-        if not math.isclose(first.total, second.total, rel_tol=1e3 * precision, abs_tol=1e-30):
-            raise NotDeterministic(
-                f"The loss changed between two passes over the same data "
-                f"({first.total / first.num_terms:.6g} -> {second.total / second.num_terms:.6g}). {_culprit(evaluator, leaves)} "
-                "Put the model in eval mode (mode='eval'), or pass check_deterministic=False."
-            )
+        refuse_memory(one_batch, theta, tolerance(leaves.values()))
+    with evaluator.session():
+        leaves = evaluator.leaves(theta)
+        with refuse_writes(evaluator, leaves):
+            _check_gradient(one_batch, leaves, theta)
     return first
+
+
+def inspect_closure(evaluator: ClosureEvaluator, theta: Tensor) -> None:
+    """Call a closure at θ ``(n,)`` and elsewhere, and see what kind of function it is.
+
+    Raises:
+        ValueError: If it does not return one finite number, or calls ``backward()``.
+        NotDeterministic: If two calls differ.
+        NotSupported: If the loss is no function of θ alone, or torch.autograd does not see its derivatives.
+    """
+    with evaluator.session():
+        leaves = evaluator.leaves(theta)
+        with refuse_writes(evaluator, leaves):
+            one, two = (next(evaluator.evaluations(leaves)).total for _ in range(2))
+        first, second = one.item(), two.item()
+        if any(leaf.grad is not None for leaf in leaves.values()):
+            raise ValueError(
+                "`closure` must return the loss without calling backward() (derivatives are taken of what it returns)."
+            )
+        if not math.isfinite(first):
+            raise ValueError(f"`closure` must return a finite number. Got {first}.")
+        precision = tolerance(leaves.values())
+        if not math.isclose(first, second, rel_tol=precision, abs_tol=1e-30):
+            raise NotDeterministic(
+                f"Two calls of the closure gave {first:.6g} and {second:.6g}. Put its model in eval mode (dropout "
+                "draws at random), and give it the same data in every call."
+            )
+        refuse_hidden_paths(evaluator, theta, _without_gradient(two, leaves))
+    refuse_memory(evaluator, theta, precision)
+
+
+def _without_gradient(total: Tensor, leaves: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the leaves that are no part of the total's graph."""
+    if not total.requires_grad:
+        return list(leaves)
+    gradients = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, allow_unused=True)
+    return [name for name, gradient in zip(leaves, gradients, strict=True) if gradient is None]
+
+
+def _compare(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor], first: Inspection, second: Inspection) -> None:
+    if second.fingerprints != first.fingerprints:
+        raise NotDeterministic(_changed_data(evaluator.batches.data))
+    if not math.isclose(first.total, second.total, rel_tol=tolerance(leaves.values()), abs_tol=1e-30):
+        raise NotDeterministic(
+            f"The loss changed between two passes over the same data "
+            f"({first.total / first.num_terms:.6g} -> {second.total / second.num_terms:.6g}). {_culprit(evaluator, leaves)} "
+            "Put the model in eval mode (mode='eval'), or pass check_deterministic=False."
+        )
 
 
 def _one_pass(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor]) -> Inspection:
@@ -96,8 +146,8 @@ def _evaluate(evaluator: ModelEvaluator, index: int, batch: Any, leaves: Mapping
         raise ValueError(f"The model and loss do not fit batch {index}, {describe(batch)}: {reason}") from error
 
 
-def _check_gradient(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor]) -> None:
-    """Compare the first batch's gradient in the leaves with that in the model's own parameters.
+def _check_gradient(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor], theta: Tensor) -> None:
+    """Compare the first batch's gradient in the leaves with that in the model's own parameters, and with what the loss does.
 
     They differ if the model reaches parameters by another way than its modules' attributes, which leaves cannot stand in for,
     or if a reentrant checkpoint hides part of the graph from torch.autograd.grad.
@@ -107,18 +157,22 @@ def _check_gradient(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor]) -> 
         total = evaluator.evaluate(batch, leaves).total
     _refuse_reentrant_checkpoints(total)
     own = evaluator.current()
-    if any(own[name].dtype != leaf.dtype for name, leaf in leaves.items()):
-        return  # computed in another precision than the model's: its own parameters do not fit the batch
-    found = gradients_of(total, leaves)
-    expected = gradients_of(evaluator.evaluate_unchanged(batch).total, {name: own[name] for name in leaves})
-    tolerance = 1e3 * max(torch.finfo(leaf.dtype).eps for leaf in leaves.values())
-    size = max(float(torch.stack([g.norm() for g in expected]).norm()), 1e-30)
-    for name, ours, theirs in zip(leaves, found, expected, strict=True):
-        if float((ours - theirs).norm()) > tolerance * size:
-            raise NotSupported(
-                f"The gradient in {name!r} is not the one that a plain backward pass gives: the model uses the parameter by "
-                "another way than as an attribute of its module (a list, a closure, a hook). Register it where it is used."
-            )
+    if all(own[name].dtype == leaf.dtype for name, leaf in leaves.items()):  # else its own parameters do not fit the batch
+        found = gradients_of(total, leaves, retain_graph=True)
+        try:
+            expected = gradients_of(evaluator.evaluate_unchanged(batch).total, {name: own[name] for name in leaves})
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            raise NotSupported("A module keeps a tensor with the graph of an earlier pass. Take it off before.") from error
+        size = max(float(torch.stack([g.norm() for g in expected]).norm()), 1e-30)
+        for name, ours, theirs in zip(leaves, found, expected, strict=True):
+            if float((ours - theirs).norm()) > tolerance(leaves.values()) * size:
+                raise NotSupported(
+                    f"The gradient in {name!r} is not the one that a plain backward pass gives: the model uses the parameter by "
+                    "another way than as an attribute of its module (a list, a closure, a hook). Register it where it is used."
+                )
+    refuse_hidden_paths(evaluator, theta, _without_gradient(total, leaves))
 
 
 def _check_micro_batches(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor], first: Inspection) -> None:
@@ -127,8 +181,7 @@ def _check_micro_batches(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor]
         return
     whole = evaluator.replaced(batches=Batches(evaluator.batches.data))
     other = _one_pass(whole, leaves)
-    precision = 1e3 * max(torch.finfo(leaf.dtype).eps for leaf in leaves.values())
-    same_loss = math.isclose(other.total, first.total, rel_tol=precision, abs_tol=1e-30)
+    same_loss = math.isclose(other.total, first.total, rel_tol=tolerance(leaves.values()), abs_tol=1e-30)
     if not same_loss or not math.isclose(other.num_terms, first.num_terms, rel_tol=1e-6):
         raise ValueError(
             "`micro_batch_size` must not change the loss. "

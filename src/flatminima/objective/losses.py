@@ -47,6 +47,7 @@ _BY_FUNCTION = {function: name for name, (_, function) in _STANDARD.items()}
 _CLASS_WEIGHTED = {"cross_entropy", "nll", "bce", "bce_with_logits", "multi_margin", "multilabel_soft_margin"}
 # Losses that compare outputs and targets entry by entry: unequal shapes would broadcast in silence.
 ELEMENTWISE = {"mse", "l1", "smooth_l1", "huber", "bce", "bce_with_logits", "poisson_nll", "kl_div", "soft_margin"}
+_REDUCTIONS = ("mean", "sum", "batchmean")
 _LEGACY = ("size_average", "reduce")
 
 
@@ -73,7 +74,7 @@ class Loss:
 
         Raises:
             TypeError: If ``function`` is not callable.
-            ValueError: If it uses torch's long deprecated ``size_average`` or ``reduce``.
+            ValueError: If it uses torch's long deprecated ``size_average`` or ``reduce``, or ``reduction="none"``.
         """
         if isinstance(function, type) or not callable(function):
             raise TypeError(
@@ -89,6 +90,11 @@ class Loss:
             name = _BY_FUNCTION.get(inner, "custom")
         if any(options.get(key) is not None for key in _LEGACY):
             raise ValueError("`loss` must not use size_average or reduce. Use reduction='mean' or 'sum'.")
+        if name != "custom" and options.get("reduction", "mean") not in _REDUCTIONS:
+            raise ValueError(
+                f"`loss` must average or add up its terms (L is one number). Got reduction={options['reduction']!r}. "
+                "Use reduction='mean' or 'sum'."
+            )
         if name not in _CLASS_WEIGHTED and options.get("weight") is not None:
             name = "custom"  # one weight per entry of a particular batch: torch's own mean is all that is defined
         reduction = "sum" if options.get("reduction") == "sum" else "mean"

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from flatminima._checks import check_at_least, check_generator, check_one_of, check_positive, check_shape
-from flatminima._errors import NotDeterministic, NotSupported
+from flatminima._errors import NotSupported
 from flatminima.objective.batches import Batches, inputs_and_targets, rows, tensors_of
-from flatminima.objective.evaluators import ClosureEvaluator, Evaluation, Evaluator, ModelEvaluator, gradients_of
-from flatminima.objective.inspection import Inspection, inspect_data
+from flatminima.objective.closures import ClosureEvaluator
+from flatminima.objective.evaluators import Evaluation, Evaluator, ModelEvaluator, gradients_of
+from flatminima.objective.inspection import Inspection, inspect_closure, inspect_data
 from flatminima.objective.losses import Loss, LossFunction
 from flatminima.objective.session import unwrap
 from flatminima.params import ParameterSpace, Selection, vector_dtype
@@ -29,7 +30,9 @@ class Objective:
 
     with T the number of loss terms over all the data (T = 1 for ``reduction="sum"``), so batches of any size or weight add up
     to one mean. Values, gradients and curvature are taken of exactly this scalar. Nothing on the model is changed: modes,
-    buffers, ``.grad``, random state and torch's flags are what they were after every call, also one that raises.
+    buffers, ``.grad``, random state, torch's flags, and the attributes of modules with their lists, dictionaries and plain
+    objects are what they were after every call, also one that raises. What forward code keeps elsewhere is not seen: in
+    globals, in variables that a hook refers to, in objects held by objects.
 
     Args:
         model: Any module. ``torch.compile`` wrappers are looked through: second derivatives need the eager code.
@@ -46,7 +49,8 @@ class Objective:
         micro_batch_size: Evaluate every batch in pieces of at most this many examples, to bound memory.
         mode: "eval" (running statistics, no dropout) or "train" (each batch is its own normalisation population).
         dtype: Floating point type to compute in, such as ``torch.float64``; None keeps the model's own.
-        check_deterministic: Pass over the data twice at the start and compare.
+        check_deterministic: Pass over the data twice at the start and compare; and see that the loss at other parameters does
+            not depend on earlier passes (weights that a model computes once and keeps).
 
     Attributes:
         space: The chosen parameters, in the order in which they stand in θ.
@@ -58,6 +62,8 @@ class Objective:
         ValueError: If the data is empty or does not fit the model, or no parameter is trainable.
         NonFiniteLoss: If the loss of a batch is not finite.
         NotDeterministic: If two passes differ; the message names the culprit.
+        NotSupported: If the loss is no function of θ with derivatives: a forward pass writes to parameters, keeps what it has
+            computed from them, or uses them where autograd does not look.
 
     Example:
         >>> import torch
@@ -117,31 +123,28 @@ class Objective:
     ) -> Objective:
         """Build an objective from a function that returns the loss, and the tensors that it reads.
 
-        The closure is the whole stated scalar. It is called with other values in the tensors, which are then put back; modes
-        and random state inside it are the caller's business.
+        The closure is the whole stated scalar. It is called with other values in the tensors, which are then put back, as are
+        their gradients and the buffers and attributes of the modules that run inside. Modes are the caller's business.
 
         Args:
             closure: Returns a scalar tensor, differentiable in ``params``.
-            params: Leaf tensors with ``requires_grad``, in order or by name.
+            params: Leaf tensors with ``requires_grad``, in order or by name, each once.
             l2: λ of an added (λ/2)‖θ‖².
 
         Raises:
-            ValueError: If there is no tensor, one is no leaf that requires a gradient, or the closure's value is not finite.
+            TypeError: If the closure cannot be called, or ``params`` holds no tensors.
+            ValueError: If there is no tensor, one is no leaf that requires a gradient, or two share memory; if the closure
+                calls ``backward()``, or returns anything but one finite number.
             NotDeterministic: If two calls differ.
+            NotSupported: If the loss is no function of θ with derivatives, as for a model.
         """
-        named = dict(params) if isinstance(params, Mapping) else {str(i): p for i, p in enumerate(params)}
-        if not named or not all(isinstance(p, Tensor) and p.is_leaf and p.requires_grad for p in named.values()):
-            raise ValueError(f"`params` must be leaf tensors with requires_grad=True, at least one. Got {len(named)} tensors.")
         self = cls.__new__(cls)
         self.reduction, self.l2, self._theta = "sum", check_positive("l2", l2, allow_zero=True), None
         self.architecture = {}
-        self._evaluator = ClosureEvaluator(closure, named)
+        evaluator = ClosureEvaluator(closure, _named(params))
+        self._evaluator = evaluator
         self._inspection = Inspection(1, 1.0, 0.0, ())
-        first, second = self.value(), self.value()
-        if not torch.isfinite(first):
-            raise ValueError(f"`closure` must return a finite number. Got {float(first)}.")
-        if not torch.isclose(first, second, rtol=1e-5, atol=1e-12):
-            raise NotDeterministic(f"Two calls of the closure gave {float(first):.6g} and {float(second):.6g}.")
+        inspect_closure(evaluator, self.theta)
         return self
 
     #: What higher layers found out about the architecture (its symmetries); shared with every objective made from this one.
@@ -357,9 +360,8 @@ class Objective:
 
     def _inspect(self, check_deterministic: bool) -> None:
         evaluator = self.model_evaluator("The data")
-        with evaluator.session():
-            leaves = evaluator.leaves(self.space.flatten(evaluator.current(), self.dtype))
-            self._inspection = inspect_data(evaluator, leaves, check_deterministic=check_deterministic)
+        theta = self.space.flatten(evaluator.current(), self.dtype)
+        self._inspection = inspect_data(evaluator, theta, check_deterministic=check_deterministic)
 
     def _with(self, **attributes: Any) -> Objective:
         result = copy.copy(self)
@@ -371,6 +373,14 @@ class Objective:
         return (
             f"Objective(parameters={self.space.size}, examples={self.num_examples}, reduction={self.reduction!r}, l2={self.l2:g})"
         )
+
+
+def _named(params: Any) -> dict[str, Tensor]:
+    if isinstance(params, Tensor):
+        return {"0": params}
+    if not isinstance(params, Mapping | Iterable):
+        raise TypeError(f"`params` must be leaf tensors in order or by name. Got {type(params).__name__}.")
+    return dict(params) if isinstance(params, Mapping) else {str(i): p for i, p in enumerate(params)}
 
 
 def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -7,14 +7,19 @@ back whether the call returns, raises or is interrupted.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-__all__ = ["copied", "session", "unwrap"]
+from flatminima.objective.module_state import ModuleState
+
+__all__ = ["closure_session", "copied", "session", "unwrap"]
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -40,17 +45,54 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def session(model: nn.Module | None, *, mode: str, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+def session(
+    model: nn.Module, *, mode: str, generators: Sequence[torch.Generator] = (), others: Sequence[nn.Module] = ()
+) -> Iterator[None]:
     """Put the model and torch into the state that second derivatives need.
 
     Eval or train mode on every sub-module; gradients on; the math kernel of attention and no fused transformer layer (the
     fused ones have no second derivative); compiled code run eagerly; random state forked.
 
     Args:
-        model: The model, or None for a closure, whose modes are the caller's business.
+        model: The model.
         mode: "eval" or "train".
         generators: Generators to put back too, for example a DataLoader's.
+        others: Modules to put back too, for example those of the loss, whose modes are left alone.
     """
+    with _torch_switched(model.parameters()), ExitStack() as stack:
+        for generator in generators:
+            stack.callback(generator.set_state, generator.get_state())
+        stack.enter_context(_mode(model, mode))
+        state = ModuleState()
+        stack.callback(state.put_back)
+        for module in (*model.modules(), *others):
+            state.add(module)
+        if _holds_compiled_code(model):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def closure_session(params: Sequence[Tensor], modules: dict[int, nn.Module]) -> Iterator[None]:
+    """Put torch into the state that second derivatives need, around calls of a function that is the user's own.
+
+    Values and gradients of the parameters are put back, and whatever the modules that run inside keep from the calls: their
+    buffers, attributes and modes. Within the session the parameters have no gradient.
+
+    Args:
+        params: The tensors that the function reads, and that the caller writes to.
+        modules: Modules that have been seen to run, by identity; those that run for the first time are added.
+    """
+    with _torch_switched(params), ExitStack() as stack:
+        for parameter in params:
+            stack.callback(_put_back, parameter, parameter.detach().clone(), parameter.grad, _copy_of(parameter.grad))
+            parameter.grad = None
+        stack.enter_context(_modules_watched(modules))
+        yield
+
+
+@contextmanager
+def _torch_switched(tensors: Iterable[Tensor]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -59,15 +101,41 @@ def session(model: nn.Module | None, *, mode: str, generators: Sequence[torch.Ge
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(_no_fused_transformer())
-        stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
-        for generator in generators:
-            stack.callback(generator.set_state, generator.get_state())
-        if model is not None:
-            stack.enter_context(_mode(model, mode))
-            stack.enter_context(_tensor_attributes(model))
-            if _holds_compiled_code(model):
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(tensors)))
         yield
+
+
+def _copy_of(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _put_back(parameter: Tensor, value: Tensor, gradient: Tensor | None, content: Tensor | None) -> None:
+    with torch.no_grad():
+        parameter.copy_(value)
+        if gradient is not None and content is not None:
+            gradient.copy_(content)
+    parameter.grad = gradient
+
+
+@contextmanager
+def _modules_watched(modules: dict[int, nn.Module]) -> Iterator[None]:
+    state, thread = ModuleState(buffers=True), get_ident()
+    for module in modules.values():
+        state.add(module)
+
+    def remember(module: nn.Module, _inputs: Any) -> None:
+        if id(module) not in modules and get_ident() == thread:
+            for part in module.modules():
+                if id(part) not in modules:
+                    modules[id(part)] = part
+                    state.add(part)
+
+    handle = register_module_forward_pre_hook(remember)
+    try:
+        yield
+    finally:
+        handle.remove()
+        state.put_back()
 
 
 @contextmanager
@@ -80,26 +148,6 @@ def _mode(model: nn.Module, mode: str) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
-
-
-@contextmanager
-def _tensor_attributes(model: nn.Module) -> Iterator[None]:
-    """Put back the plain tensors on modules that forward passes set or write to: caches, counters, computed weights."""
-    before = [(m, {name: v for name, v in vars(m).items() if isinstance(v, torch.Tensor)}) for m in model.modules()]
-    leaves = {id(v): v for _, tensors in before for v in tensors.values() if v.is_leaf and not v.is_inference()}
-    contents = [(leaf, leaf._version, leaf.detach().clone()) for leaf in leaves.values()]
-    try:
-        yield
-    finally:
-        for module, tensors in before:
-            attributes = vars(module)
-            for name in [n for n, v in attributes.items() if isinstance(v, torch.Tensor) and n not in tensors]:
-                del attributes[name]
-            attributes.update(tensors)
-        with torch.no_grad():
-            for leaf, version, content in contents:
-                if leaf._version != version:
-                    leaf.copy_(content)
 
 
 @contextmanager
@@ -116,7 +164,7 @@ def _holds_compiled_code(model: nn.Module) -> bool:
     return any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules())
 
 
-def _cuda_devices(model: nn.Module | None) -> list[int]:
-    if model is None or not torch.cuda.is_available():
+def _cuda_devices(tensors: Iterable[Tensor]) -> list[int]:
+    if not torch.cuda.is_available():
         return []
-    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    return sorted({t.device.index for t in tensors if t.device.type == "cuda"})
