@@ -122,6 +122,7 @@ def test_a_checkpoint_is_what_is_audited(run: Callable[..., Result], setup: Path
         (["mysetup:objective", "--checkpoint", "/dev/null"], "/dev/null is no regular file"),
         (["mysetup:objective", "--checkpoint", "broken.pt"], "is not a whole checkpoint"),
         (["mysetup:objective", "--checkpoint", "other.pt"], "missing: 0.weight, 0.bias, 2.weight, 2.bias; unexpected: w"),
+        (["digits-mlp", "--scale", "11"], "`scale` must be at most 10"),
         (["mysetup:objective", "--num-examples", "99"], "must be at most 12"),
         (["mysetup:objective", "--out", "mysetup.py"], "is a file. Name a folder."),
         (["mysetup:objective", "--out", "dangling"], "dangling is a link to nothing"),

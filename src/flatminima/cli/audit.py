@@ -19,6 +19,7 @@ from flatminima.cli.terminal import print_audit, progress_bar
 from flatminima.objective import Objective
 from flatminima.report import replacing
 from flatminima.trust import Audit
+from flatminima.trust.audit import check_scale
 
 __all__ = ["run"]
 
@@ -26,6 +27,7 @@ __all__ = ["run"]
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see ``flatminima audit --help``."""
     folder = _checked_folder(arguments.out)
+    check_scale(arguments.scale)
     chosen = None if arguments.measures is None else [measures.get(name) for name in arguments.measures]
     threads = torch.get_num_threads()
     if ":" not in arguments.target:  # the built-in ones are small, and train alike whatever --threads says

@@ -15,7 +15,7 @@ _Number = TypeVar("_Number", int, float)
 
 Command = Callable[[argparse.Namespace], int]
 
-_MOST_THREADS, _LARGEST_SCALE = 1024, 10.0
+_MOST_THREADS = 1024
 DTYPES = ("float64", "float32", "model")
 
 _AUDIT = """\
@@ -94,7 +94,7 @@ def _add_audit(commands: argparse._SubParsersAction[_Parser], common: _Parser) -
     add("--checkpoint", metavar="FILE", help="trained parameters: .safetensors, or torch.save of a state dict (weights only)")
     add("--measures", metavar="A,B,…", type=_names, help="which measures (default all; see `flatminima measures`)")
     add("--num-moves", metavar="N", type=_positive(int), default=3, help="random moves along each symmetry (default %(default)s)")
-    add("--scale", metavar="S", type=_scale, default=1.0,
+    add("--scale", metavar="S", type=_positive(float), default=1.0,
         help="size of the moves: sd of the log of each factor (default %(default)s)")  # fmt: skip
     add("--num-examples", metavar="N", type=_positive(int), help="measure on the first N examples (default all)")
     add("--seed", metavar="N", type=_seed, default=0, help="seed of training, moves and probes (default %(default)s)")
@@ -156,13 +156,6 @@ def _positive(kind: type[_Number]) -> Callable[[str], _Number]:
         return value
 
     return parse
-
-
-def _scale(text: str) -> float:
-    value = _positive(float)(text)
-    if value > _LARGEST_SCALE:
-        raise argparse.ArgumentTypeError(f"must be at most {_LARGEST_SCALE:g} (factors are its exp). Got {text!r}")
-    return value
 
 
 def _threads(text: str) -> int:

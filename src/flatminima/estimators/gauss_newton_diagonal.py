@@ -25,6 +25,7 @@ from flatminima._errors import NotSupported, first_line
 from flatminima.estimators.layer_squares import LayerRule, rule_for
 from flatminima.objective import Evaluation
 from flatminima.objective.batches import batch_size, rows
+from flatminima.objective.dependence import tolerance
 from flatminima.operators import GaussNewton
 from flatminima.operators.output_hessian import check_outputs, num_columns, output_factor, output_product
 from flatminima.params import clean_name
@@ -260,14 +261,13 @@ class _Mixture:
 
     def agrees(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
         """Tell whether gradients are the expected ones, up to rounding beside their own norm and that of all together."""
-        eps = max(torch.finfo(tensor.dtype).eps for tensor in (self.column, *expected.values()))
-        tolerance = min(1e3 * eps, 0.03)
-        floor = tolerance * sum(_norm(gradient) ** 2 for gradient in expected.values()) ** 0.5
+        rtol = tolerance((self.column, *expected.values()))
+        floor = rtol * sum(_norm(gradient) ** 2 for gradient in expected.values()) ** 0.5
         for name, gradient in found.items():
             reference = expected[name].reshape(-1)
             if gradient.numel() != reference.numel():
                 return False
-            if not _norm(gradient.reshape(-1) - reference) <= tolerance * _norm(reference) + floor:  # not so for nan
+            if not _norm(gradient.reshape(-1) - reference) <= rtol * _norm(reference) + floor:  # not so for nan
                 return False
         return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -16,6 +15,7 @@ from flatminima._errors import NonFiniteLoss, NotDeterministic, NotSupported
 from flatminima.objective.batches import Batches, batch_size, describe, tensors_of
 from flatminima.objective.closures import ClosureEvaluator
 from flatminima.objective.dependence import refuse_hidden_paths, refuse_memory, refuse_writes, tolerance
+from flatminima.objective.digest import combined, digest
 from flatminima.objective.evaluators import Evaluation, ModelEvaluator, gradients_of
 
 __all__ = ["Inspection", "inspect_closure", "inspect_data"]
@@ -30,13 +30,13 @@ class Inspection:
         num_examples: Number of examples.
         num_terms: What the mean loss divides by: elements, rows, or the weights of targets that are not ignored.
         total: Sum over all terms.
-        fingerprints: A checksum of every batch.
+        digest: A fingerprint of all batches.
     """
 
     num_examples: int
     num_terms: float
     total: float
-    fingerprints: tuple[int, ...]
+    digest: str
 
 
 def inspect_data(evaluator: ModelEvaluator, theta: Tensor, *, check_deterministic: bool) -> Inspection:
@@ -108,7 +108,7 @@ def _without_gradient(total: Tensor, leaves: Mapping[str, Tensor]) -> list[str]:
 
 
 def _compare(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor], first: Inspection, second: Inspection) -> None:
-    if second.fingerprints != first.fingerprints:
+    if second.digest != first.digest:
         raise NotDeterministic(_changed_data(evaluator.batches.data))
     if not math.isclose(first.total, second.total, rel_tol=tolerance(leaves.values()), abs_tol=1e-30):
         raise NotDeterministic(
@@ -119,7 +119,7 @@ def _compare(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor], first: Ins
 
 
 def _one_pass(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor]) -> Inspection:
-    examples, terms, total, fingerprints = 0, 0.0, 0.0, []
+    examples, terms, total, digests = 0, 0.0, 0.0, []
     with torch.no_grad():
         for index, batch in enumerate(evaluator.prepared()):
             evaluation, count = _evaluate(evaluator, index, batch, leaves)
@@ -130,8 +130,8 @@ def _one_pass(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor]) -> Inspec
                     "Look at its inputs and targets, and at the parameters, for NaN and infinities."
                 )
             examples, terms, total = examples + size, terms + count, total + value
-            fingerprints.append(_fingerprint(batch))
-    return Inspection(examples, terms, total, tuple(fingerprints))
+            digests.append(digest(tensors_of(batch)))
+    return Inspection(examples, terms, total, combined(digests))
 
 
 def _evaluate(evaluator: ModelEvaluator, index: int, batch: Any, leaves: Mapping[str, Tensor]) -> tuple[Evaluation, float]:
@@ -206,14 +206,6 @@ def _refuse_reentrant_checkpoints(total: Tensor) -> None:
         open_nodes.extend(parent for parent, _ in node.next_functions)
 
 
-def _fingerprint(batch: Any) -> int:
-    checksum = 0
-    for tensor in tensors_of(batch):
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        checksum = zlib.crc32(data.numpy().data, checksum)
-    return checksum
-
-
 def _changed_data(data: Any) -> str:
     if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
         cause = "The DataLoader shuffles. Build it with shuffle=False"
@@ -226,20 +218,20 @@ def _culprit(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor]) -> str:
     """Name the first module whose output differs between two calls on one batch."""
     batch = next(evaluator.prepared())
     first, second = (_module_outputs(evaluator, batch, leaves) for _ in range(2))
-    for (name, checksum), (_, other) in zip(first, second, strict=False):
-        if checksum != other:
+    for (name, before), (_, after) in zip(first, second, strict=False):
+        if before != after:
             module = evaluator.model.get_submodule(name)
             return f"The first module to differ is {name or 'the model'!r} ({type(module).__name__})."
     return "No module differs on the first batch: look at the loss, and at code between modules."
 
 
-def _module_outputs(evaluator: ModelEvaluator, batch: Any, leaves: Mapping[str, Tensor]) -> list[tuple[str, int]]:
-    seen: list[tuple[str, int]] = []
+def _module_outputs(evaluator: ModelEvaluator, batch: Any, leaves: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    seen: list[tuple[str, str]] = []
     hooks = []
     for name, module in evaluator.model.named_modules():
 
         def record(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
-            seen.append((name, _fingerprint(output)))
+            seen.append((name, digest(tensors_of(output))))
 
         hooks.append(module.register_forward_hook(record))
     try:

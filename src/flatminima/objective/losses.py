@@ -10,6 +10,7 @@ where the number is what ``reduction="mean"`` divides by: elements, rows, target
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +49,8 @@ _CLASS_WEIGHTED = {"cross_entropy", "nll", "bce", "bce_with_logits", "multi_marg
 # Losses that compare outputs and targets entry by entry: unequal shapes would broadcast in silence.
 ELEMENTWISE = {"mse", "l1", "smooth_l1", "huber", "bce", "bce_with_logits", "poisson_nll", "kl_div", "soft_margin"}
 _REDUCTIONS = ("mean", "sum", "batchmean")
+# Losses that are never negative.
+_NEVER_NEGATIVE = {"cross_entropy", "mse", "bce", "bce_with_logits", "l1", "smooth_l1", "huber"}
 _LEGACY = ("size_average", "reduce")
 
 
@@ -99,6 +102,11 @@ class Loss:
             name = "custom"  # one weight per entry of a particular batch: torch's own mean is all that is defined
         reduction = "sum" if options.get("reduction") == "sum" else "mean"
         return cls(function, name, options if name != "custom" else {}, reduction)
+
+    @property
+    def least(self) -> float:
+        """What the loss cannot fall below: 0, or −∞ where that is not known."""
+        return 0.0 if self.name in _NEVER_NEGATIVE else -math.inf
 
     def total(self, outputs: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Tensor:
         """Return the sum over a batch's terms as a scalar tensor, for a standard loss."""

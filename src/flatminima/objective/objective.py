@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatminima._checks import check_at_least, check_generator, check_one_of, check_positive, check_shape
 from flatminima._errors import NotSupported
-from flatminima.objective.batches import Batches, inputs_and_targets, rows, tensors_of
+from flatminima.objective.batches import Batches, inputs_and_targets, rows
 from flatminima.objective.closures import ClosureEvaluator
 from flatminima.objective.evaluators import Evaluation, Evaluator, ModelEvaluator, gradients_of
 from flatminima.objective.inspection import Inspection, inspect_closure, inspect_data
@@ -143,7 +143,7 @@ class Objective:
         self.architecture = {}
         evaluator = ClosureEvaluator(closure, _named(params))
         self._evaluator = evaluator
-        self._inspection = Inspection(1, 1.0, 0.0, ())
+        self._inspection = Inspection(1, 1.0, 0.0, "")
         inspect_closure(evaluator, self.theta)
         return self
 
@@ -161,6 +161,11 @@ class Objective:
     def num_examples(self) -> int:
         """Number of examples in the data (1 for a closure)."""
         return self._inspection.num_examples
+
+    @property
+    def data_digest(self) -> str:
+        """A fingerprint of the batches, as they were when the objective was made; "" for a closure."""
+        return self._inspection.digest
 
     @property
     def num_terms(self) -> float:
@@ -253,12 +258,6 @@ class Objective:
         with old.session():
             batches = Batches(list(old.prepared()))
         return self._with(_evaluator=old.replaced(batches=batches))
-
-    def data_tensors(self) -> list[Tensor]:
-        """Return the tensors of all batches, in order, as they enter the computation."""
-        evaluator = self.model_evaluator("The data")
-        with evaluator.session():
-            return [tensor for batch in evaluator.prepared() for tensor in tensors_of(batch)]
 
     def without_l2(self) -> Objective:
         """Return the same objective without its l2 term."""

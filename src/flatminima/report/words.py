@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flatminima.plots.labels import fold_label, titles
 from flatminima.plots.numbers import number, typeset
 from flatminima.trust import Attack, Audit, MinimumCheck, Reading, Row
-from flatminima.trust.verdict import share_left
+from flatminima.trust.verdict import gained_by_training, share_left
 
 __all__ = [
     "UNTESTED",
@@ -155,8 +155,7 @@ def _minimum(audit: Audit) -> Finding:
 def _point(check: MinimumCheck) -> str:
     """Say what training can still gain, how the loss bends, and what the point is therefore."""
     loss, fall, reference = _typeset(check.loss), _typeset(check.expected_fall), check.reference_loss
-    gained = abs(check.loss) if reference is None else max(reference - check.loss, 0.0)
-    share = _percent(share_left(check.expected_fall, gained))
+    share = _percent(share_left(check.expected_fall, gained_by_training(check.loss, reference)))
     of = (
         "the loss"
         if reference is None

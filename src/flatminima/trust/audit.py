@@ -17,15 +17,14 @@ from flatminima._checks import check_at_least, check_generator, check_positive
 from flatminima._errors import FlatminimaError, NotSupported, first_line
 from flatminima._progress import Progress, no_progress
 from flatminima.measures import Measure
-from flatminima.objective import Objective
+from flatminima.objective import Objective, digest
 from flatminima.symmetries import Symmetries, find_symmetries, model_at
-from flatminima.trust.digest import digest
 from flatminima.trust.moves import Attacks, draw_moves, move_to_canonical
 from flatminima.trust.point import check_minimum, zero_rows
 from flatminima.trust.result import Audit, MinimumCheck, Reading, Row, Spectrum
 from flatminima.trust.verdict import attack, overall
 
-__all__ = ["audit"]
+__all__ = ["audit", "check_scale"]
 
 _EXAMPLES_CHECKED = 64
 _LARGEST_SCALE = 10.0
@@ -80,8 +79,7 @@ def audit(
         raise NotSupported("An audit moves the model, so the objective must be Objective(model, loss(outputs, targets), data).")
     chosen = _checked_measures(measures)
     check_at_least("num_moves", num_moves, 1)
-    if check_positive("scale", scale) > _LARGEST_SCALE:
-        raise ValueError(f"`scale` must be at most {_LARGEST_SCALE} (factors are exp of it, and overflow). Got {scale}.")
+    check_scale(scale)
     seed = _seed(check_generator(generator))
     run = _Run(objective, chosen, num_moves, scale, seed, dtype, target, command, progress)
     for partial in run.steps():
@@ -128,9 +126,9 @@ class _Run:
         self.canonical: Objective | None = None
         self.canonical_form = ""
         self.done, self.total = 0, 3 + 2 * len(measures)
-        self.digests = {
+        self.digests: dict[str, str] = {
             "network": digest([*self.model.parameters(), *self.model.buffers()]),
-            "data": digest(self.objective.data_tensors()),
+            "data": objective.data_digest,
         }
 
     def steps(self) -> Iterator[Audit]:
@@ -279,6 +277,13 @@ class _Run:
             seconds=time.monotonic() - self.started,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
+
+
+def check_scale(scale: float) -> float:
+    """Return the size of moves if it is positive and its exponential no danger to the arithmetic."""
+    if check_positive("scale", scale) > _LARGEST_SCALE:
+        raise ValueError(f"`scale` must be at most {_LARGEST_SCALE:g} (factors are exp of it, and overflow). Got {scale:g}.")
+    return scale
 
 
 def _checked_measures(measures: Sequence[Measure | str] | None) -> tuple[Measure, ...]:

@@ -21,7 +21,7 @@ from flatminima.estimators import diagonal, eigenpairs
 from flatminima.objective import Evaluation, Objective
 from flatminima.operators import GaussNewton, Hessian
 from flatminima.trust.result import MinimumCheck, Spectrum
-from flatminima.trust.verdict import LARGEST_SHARE_LEFT, minimum_verdict, share_left
+from flatminima.trust.verdict import LARGEST_SHARE_LEFT, gained_by_training, minimum_verdict, share_left
 
 __all__ = ["check_minimum", "gauss_newton_fall", "reference_loss", "zero_rows"]
 
@@ -29,8 +29,6 @@ _EIGENVALUES = 5
 _RTOL, _MAX_PRODUCTS = 1e-3, 200
 _MAX_STEPS, _ENOUGH, _SMALL = 50, 10.0, 1e-6
 _SHARES_OF_MEAN = (0.0, 0.25, 0.5, 1.0)
-#: Standard losses that are never negative, so that the loss itself bounds what training can still gain.
-_NEVER_NEGATIVE = frozenset({"cross_entropy", "mse", "bce", "bce_with_logits", "l1", "smooth_l1", "huber"})
 
 
 def check_minimum(objective: Objective, generator: torch.Generator) -> tuple[MinimumCheck, Spectrum, list[str]]:
@@ -43,9 +41,9 @@ def check_minimum(objective: Objective, generator: torch.Generator) -> tuple[Min
     size = max(abs(v) for v in values)
     noise = max(residuals[-1], 10 * torch.finfo(objective.dtype).eps * H.size**0.5 * size)
     reference = reference_loss(objective)
-    gained = abs(loss) if reference is None else max(reference - loss, 0.0)
-    least = 0.0 if objective.loss.name in _NEVER_NEGATIVE else -math.inf
-    fall, num_products = loss - least, 0
+    gained = gained_by_training(loss, reference)
+    bound = loss - objective.loss.least
+    fall, num_products = bound, 0
     if share_left(fall, gained) > LARGEST_SHARE_LEFT:
         predicted, num_products = _predicted_fall(objective, gradient, values[0], gained)
         fall = min(fall, predicted)
@@ -56,7 +54,7 @@ def check_minimum(objective: Objective, generator: torch.Generator) -> tuple[Min
         smallest_residual=residuals[-1],
         largest_eigenvalue=values[0],
         noise=noise,
-        verdict=minimum_verdict(fall, loss - least, gained, values[-1], noise),
+        verdict=minimum_verdict(fall, bound, gained, values[-1], noise),
         reference_loss=reference,
         expected_fall=fall,
         num_products=pairs.num_products + num_products,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flatminima.trust.result import DEFECT, FAILED, MINIMUM, MOVES, SADDLE, SLOPE, SURVIVES, Attack, Reading
 
-__all__ = ["LARGEST_SHARE_LEFT", "attack", "fold", "minimum_verdict", "overall", "share_left"]
+__all__ = ["LARGEST_SHARE_LEFT", "attack", "fold", "gained_by_training", "minimum_verdict", "overall", "share_left"]
 
 #: Standard errors that two estimates of one number may be apart: 4 leaves 1 in 16,000 comparisons to chance.
 _SIGMAS = 4.0
@@ -54,6 +54,11 @@ def overall(base: Reading, attacks: Sequence[Attack]) -> str:
         return FAILED
     verdicts = {a.verdict for a in attacks}
     return next((v for v in (DEFECT, FAILED, MOVES) if v in verdicts), SURVIVES)
+
+
+def gained_by_training(loss: float, reference: float | None) -> float:
+    """Return how far the loss lies below its reference; where there is none, its size stands in."""
+    return abs(loss) if reference is None else max(reference - loss, 0.0)
 
 
 def share_left(fall: float, gained: float) -> float:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import flatminima as fm
-from flatminima.trust.digest import digest
+from flatminima.objective import digest
 from tests.trust.test_audit import generator, objective
 
 

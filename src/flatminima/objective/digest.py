@@ -1,4 +1,4 @@
-"""A fingerprint of tensors, so that a repeated audit can be seen to be of the same network and data."""
+"""A fingerprint of tensors: to see that a second pass, or a later run, is over the same data and network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["digest"]
+__all__ = ["combined", "digest"]
+
+_DIGITS = 16
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
@@ -18,4 +20,9 @@ def digest(tensors: Iterable[Tensor]) -> str:
         entries = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         sha.update(f"{entries.dtype} {tuple(entries.shape)} ".encode())
         sha.update(entries.reshape(-1).view(torch.uint8).numpy().data)
-    return sha.hexdigest()[:16]
+    return sha.hexdigest()[:_DIGITS]
+
+
+def combined(digests: Iterable[str]) -> str:
+    """Return the digest of several digests, in their order."""
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:_DIGITS]
