@@ -33,9 +33,10 @@ format: $(VENV)/.stamp-dev  ## put the code into the one format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-benchmark: $(VENV)/.stamp-run  ## time the command's start and the audit of digits-mlp
+benchmark: $(VENV)/.stamp-run  ## time the command and the audit of digits-mlp; count how often intervals hold the truth
 	$(BIN)/python benchmarks/cli_startup.py
 	$(BIN)/python benchmarks/audit_digits.py
+	$(BIN)/python benchmarks/interval_coverage.py
 
 clean:  ## remove .venv, caches and build products; reports stay
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

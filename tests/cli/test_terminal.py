@@ -43,12 +43,17 @@ def test_a_defect_is_told_in_words_not_only_in_colour(monkeypatch: pytest.Monkey
 def test_footnotes_tell_undeclared_survivals_and_bounds_that_had_not_converged(monkeypatch: pytest.MonkeyPatch) -> None:
     audit = example_audits.realistic()
     assert "declared invariant" not in _printed(audit, monkeypatch)
+    assert "≈" not in _printed(audit, monkeypatch)
     trace = audit.rows[1]
     survives = replace(trace.attacks[0], verdict="survives", declared_invariant=False, folds=(1.0, 1.0, 1.0))
     row = replace(trace, base=replace(trace.base, converged=False), attacks=(survives,), verdict="survives")
     text = _printed(replace(audit, rows=(row,)), monkeypatch)
     assert "214.0 ± 2.1*" in text
     assert "✓ ×1°" in text
+    by_chance = replace(survives, declared_invariant=True, folds=(1.2, 1.1, 1.0))
+    noisy = _printed(replace(audit, rows=(replace(row, attacks=(by_chance,)),)), monkeypatch)
+    assert "✓ ×1.2≈" in noisy
+    assert "≈: a change within the standard errors." in " ".join(noisy.split())
     assert "°: unchanged here, though the measure is not declared invariant. *: not converged." in " ".join(text.split())
 
 

@@ -24,7 +24,12 @@ from flatminima.trust import Audit
 __all__ = ["print_audit", "print_measures", "progress_bar"]
 
 _STYLES = {"survives": "green", "moves": "yellow", "defect": "bold red", "failed": "red", "untested": "dim", "": ""}
-_FOOTNOTES = {"°": "unchanged here, though the measure is not declared invariant", "*": "not converged"}
+_FOOTNOTES = {
+    "≈": "a change within the standard errors",
+    "°": "unchanged here, though the measure is not declared invariant",
+    "*": "not converged",
+}
+_UNCHANGED = "×1"
 _WIDTH_WITHOUT_TERMINAL, _NARROW, _MESSAGE = 120, 100, 44
 
 
@@ -198,7 +203,8 @@ def _key(audit: Audit) -> Text:
 def _footnotes(cell: Cell) -> str:
     """Return the marks behind a number. A defect, which is declared invariant, has a word of its own."""
     survives_undeclared = cell.verdict == "survives" and cell.declared is False
-    return ("°" if survives_undeclared else "") + ("*" if cell.note else "")
+    within_error = cell.verdict == "survives" and cell.declared is not None and cell.text != _UNCHANGED
+    return ("≈" if within_error else "") + ("°" if survives_undeclared else "") + ("*" if cell.note else "")
 
 
 def _printed(value: float | None, digits: int = 3) -> str:

@@ -68,7 +68,7 @@ class Estimate:
 
         Quadratic forms whose matrix has one large eigenvalue are as skewed as χ² with one degree of freedom: of 95 % intervals t
         covers 86 % with 10 samples and 91 % with 30 there, the transform alone 92 % where two large eigenvalues have opposite
-        signs, and the outer ends 93 to 97 % of both with 10 samples or more, about 90 % with 5.
+        signs, and the outer ends 93 to 97 % of both with 10 samples or more, 90 % with 5 (benchmarks/interval_coverage.py).
 
         Raises:
             ValueError: If ``level`` is not between 0 and 1.
@@ -86,7 +86,7 @@ class Estimate:
             infinite = torch.full_like(self.stderr, math.inf)
             return -infinite, infinite
         quantile = float(t.ppf(0.5 + level / 2, self.num_samples - 1))
-        upper, lower = self._quantile(quantile).clamp_min(quantile), self._quantile(-quantile).clamp_max(-quantile)
+        upper, lower = self._hall(quantile).clamp_min(quantile), self._hall(-quantile).clamp_max(-quantile)
         if self.power == 1:
             return self.value - self.stderr * upper, self.value - self.stderr * lower
         # Relative to the value, so that no power leaves its range; the mean has the relative error stderr / (power value).
@@ -94,7 +94,7 @@ class Estimate:
         low, high = ((1 - error * q).clamp_min(0) ** self.power for q in (upper, lower))
         return self.value * low, self.value * high
 
-    def _quantile(self, q: float) -> Tensor:
+    def _hall(self, q: float) -> Tensor:
         """Return the t statistic's quantile by Hall's transform, given Student's."""
         if self.skewness is None or self.num_samples is None:
             return torch.full_like(self.value, q)

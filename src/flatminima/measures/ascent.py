@@ -49,7 +49,7 @@ def maximize_in_ball(
         radius: Radius of the ball.
         num_steps: Steps from each start.
         rtol: Relative gap at which to stop. Steps converge linearly, so the value itself can be short of the local maximum by
-            several times that (by up to 24 times on 400 random quadratics).
+            many times that.
     """
     best: Ascent | None = None
     count = 0
