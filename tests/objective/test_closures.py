@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from flatminima._errors import NotDeterministic, NotSupported
 from flatminima.objective import Objective
 from flatminima.operators import Hessian
 
@@ -118,3 +119,62 @@ def test_running_statistics_gradients_and_attributes_inside_a_closure_are_put_ba
     assert model.inner[0].weight.grad is gradient
     assert torch.equal(gradient, content)
     assert (model.calls, len(model.shapes)) == (1, 1)
+
+
+class Distillation:
+    """A student that follows a teacher whose weights are a running mean of its own."""
+
+    def __init__(self, *, when: str, decay: float = 0.9, alike: bool = False) -> None:
+        self.student, self.teacher, self.when, self.decay = _network().eval(), _network().eval(), when, decay
+        if not alike:
+            with torch.no_grad():
+                self.teacher[0].weight.add_(0.5)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for theirs, ours in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            theirs.mul_(self.decay).add_(ours, alpha=1 - self.decay)
+
+    def __call__(self) -> Tensor:
+        if self.when == "before":
+            self.update()
+        with torch.no_grad():
+            target = torch.zeros(8, 3) if self.when == "unused" else self.teacher(X)
+        loss = F.mse_loss(self.student(X), target)
+        if self.when in ("after", "unused"):
+            self.update()
+        return loss
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("decay", "alike"), [(0.9, False), (0.9, True), (0.9999, False), (0.99999, True), (1 - 1e-6, False)])
+def test_a_closure_that_updates_a_teacher_is_refused_and_the_teacher_stays(
+    when: str, decay: float, alike: bool, as_function: bool
+) -> None:
+    loss = Distillation(when=when, decay=decay, alike=alike)
+    before = [p.detach().clone() for p in loss.teacher.parameters()]
+    with pytest.raises((NotDeterministic, NotSupported), match=r"update other modules|changes with the number of calls"):
+        Objective.from_closure((lambda: loss()) if as_function else loss, list(loss.student.parameters()))
+    assert all(torch.equal(p, b) for p, b in zip(loss.teacher.parameters(), before, strict=True))
+
+
+def test_a_mean_of_weights_that_the_loss_does_not_read_is_put_back() -> None:
+    loss = Distillation(when="unused")
+    before = [p.detach().clone() for p in loss.teacher.parameters()]
+    objective = Objective.from_closure(lambda: loss(), list(loss.student.parameters()))
+    Hessian(objective) @ torch.ones(objective.space.size)
+    assert all(torch.equal(p, b) for p, b in zip(loss.teacher.parameters(), before, strict=True))
+    still = Distillation(when="never")
+    expected = Objective.from_closure(lambda: F.mse_loss(still.student(X), torch.zeros(8, 3)), list(still.student.parameters()))
+    assert torch.equal(objective.gradient(), expected.gradient())
+
+
+def test_a_closure_refers_to_what_is_not_bound_yet_without_an_error() -> None:
+    w = torch.ones(2, requires_grad=True)
+
+    def closure() -> Tensor:
+        return w.square().sum() if w.numel() else late
+
+    assert Objective.from_closure(closure, [w]).value() == 2
+    late = torch.zeros(())

@@ -63,8 +63,8 @@ def test_an_unfinished_training_limits_what_may_be_compared() -> None:
     point = _finding(unfinished, "Is this a minimum?")
     assert point.tone == "bad"
     assert point.text == (
-        "Training is unfinished: a Gauss–Newton step would lower the loss of 1.10 by 0.800 or more, 40% of all that it can gain "
-        "over outputs that ignore the inputs (loss 2.30)."
+        "Training is unfinished: to second order a step would lower the loss of 1.10 by 0.800 or more, 40% of all that it "
+        "can gain over outputs that ignore the inputs (loss 2.30)."
     )
     for audit in (unfinished, _at(verdict="saddle")):
         assert _finding(audit, "Unchanged, but not at a minimum").tone == "care"
@@ -72,16 +72,28 @@ def test_an_unfinished_training_limits_what_may_be_compared() -> None:
 
 
 def test_what_is_left_to_gain_is_said_with_the_curvature() -> None:
-    saddle = _finding(_at(smallest_eigenvalue=-0.5, largest_eigenvalue=5.0, verdict="saddle"), "Is this a minimum?")
-    assert "negative curvature (down to −0.500, beside a largest of 5.00): a saddle" in saddle.text
+    at = {"loss": 1.1, "reference_loss": 2.3, "smallest_eigenvalue": -0.5, "largest_eigenvalue": 5.0}
+    saddle = _finding(_at(**at, verdict="saddle", saddle_fall=0.8), "Is this a minimum?")
+    assert "is −0.500, beside a largest of 5.00), and along such a direction it falls by 0.800, 40% of all that" in saddle.text
     assert saddle.tone == "plain"
     minimum = _finding(_at(smallest_eigenvalue=-1e-9, noise=1e-8, verdict="minimum"), "Is this a minimum?")
     assert "what training can still gain, 0.00193, is less than 0.1% of all that it can gain" in minimum.text
-    assert "No curvature is negative beyond rounding: a minimum, flat directions aside." in minimum.text
+    assert "No curvature is negative beyond rounding: to second order a minimum, flat directions aside." in minimum.text
+    exact = _finding(_at(expected_fall=0.0, verdict="minimum"), "Is this a minimum?")
+    assert "what training can still gain is less than its rounding" in exact.text
     nearly = _finding(_at(smallest_eigenvalue=-1e-3, noise=1e-8, verdict="minimum"), "Is this a minimum?")
     assert "A minimum for practical purposes; the most negative curvature is −0.00100" in nearly.text
     unknown = _at(loss=2.0, reference_loss=None, expected_fall=0.001, verdict="minimum")
     assert "less than 0.1% of the loss." in _finding(unknown, "Is this a minimum?").text
+
+
+def test_where_it_cannot_be_told_whether_this_is_a_minimum_the_reason_is_said() -> None:
+    audit = _at(verdict="unknown", expected_fall=0.0)
+    point = _finding(audit, "Is this a minimum?")
+    assert point.text.startswith("That cannot be told. The loss of 0.00193 still slopes")
+    assert "linear in the outputs, as absolute errors are" in point.text
+    assert point.tone == "care"
+    assert "if you know that training has ended" in _finding(audit, "Unchanged, if at a minimum").text
 
 
 def test_symmetries_that_are_not_covered_qualify_what_survives() -> None:

@@ -55,24 +55,27 @@ def test_the_fold_of_an_attack_is_its_largest_and_unknown_where_one_is() -> None
 
 
 @pytest.mark.parametrize(
-    ("fall", "bound", "gained", "smallest", "verdict"),
+    ("fall", "saddle_fall", "gained", "is_known", "verdict"),
     [
-        (0.001, math.inf, 2.0, 0.0, "minimum"),
-        (0.001, math.inf, 2.0, -1e-9, "minimum"),
-        (0.001, math.inf, 2.0, -0.5, "saddle"),
-        (0.001, 0.001, 2.0, -0.5, "minimum"),  # a loss of 0.001 cannot fall far, wherever it bends
-        (0.001, 0.5, 2.0, -0.5, "saddle"),
-        (0.1, 0.5, 2.0, 0.1, "slope"),
-        (0.001, math.inf, 0.0, 0.0, "slope"),
-        (0.0, math.inf, 0.0, 0.0, "minimum"),
-        (0.0, math.inf, 0.0, -1.0, "saddle"),
-        (math.inf, math.inf, 2.0, 0.0, "slope"),
+        (0.001, 0.0, 2.0, True, "minimum"),
+        (0.001, 0.001, 2.0, True, "minimum"),
+        (0.001, 0.5, 2.0, True, "saddle"),
+        (0.1, 0.0, 2.0, True, "slope"),
+        (0.1, 0.5, 2.0, True, "slope"),
+        (0.1, 20.0, 2.0, True, "saddle"),  # 0.1 is little beside what lies down the other way
+        (0.001, 0.0, 0.0, True, "slope"),
+        (0.0, 0.0, 0.0, True, "minimum"),
+        (0.0, 0.001, 0.0, True, "saddle"),
+        (math.inf, 0.0, 2.0, True, "slope"),
+        (0.001, 0.0, 2.0, False, "unknown"),
+        (0.1, 0.0, 2.0, False, "slope"),
+        (0.0, 0.5, 2.0, False, "unknown"),
     ],
 )
 def test_a_minimum_has_little_left_to_gain_and_no_way_down(
-    fall: float, bound: float, gained: float, smallest: float, verdict: str
+    fall: float, saddle_fall: float, gained: float, is_known: bool, verdict: str
 ) -> None:
-    assert minimum_verdict(fall, bound, gained, smallest, noise=1e-8) == verdict
+    assert minimum_verdict(fall, saddle_fall, gained, is_known=is_known) == verdict
 
 
 def test_noise_that_all_readings_share_excuses_no_change() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from itertools import pairwise
+from types import FunctionType, MethodType
 from typing import Any, final
 
 import torch
@@ -12,10 +14,13 @@ from torch import Tensor, nn
 
 from flatminima.objective.batches import describe
 from flatminima.objective.evaluators import Evaluation, Evaluator
+from flatminima.objective.holders import deeper, held_by
 from flatminima.objective.session import closure_session
 from flatminima.params import ParameterSpace
 
 __all__ = ["ClosureEvaluator"]
+
+_REFERENCES_DEEP = 3  # functions and objects, from the closure on
 
 
 @final
@@ -35,7 +40,8 @@ class ClosureEvaluator(Evaluator):
         self.closure = closure
         self._params = dict(params)
         self._space = ParameterSpace({name: p.shape for name, p in params.items()})
-        self._modules: dict[int, nn.Module] = {}
+        # To be put back as they are before the first call, which may write to them before they run.
+        self._modules = {id(part): part for module in _modules_of(closure) for part in module.modules()}
 
     @property
     def space(self) -> ParameterSpace:
@@ -65,6 +71,35 @@ class ClosureEvaluator(Evaluator):
                 f"`closure` must return one number as a tensor. Got {describe(total)}. Return the loss itself, not loss.item()."
             )
         yield Evaluation(total.reshape(()))
+
+
+def _modules_of(function: Any) -> Iterator[nn.Module]:
+    """Yield the modules that a function refers to: in enclosing scopes, globals, defaults, its object, and what these hold."""
+    seen: dict[int, Any] = {}
+    todo: list[tuple[Any, int]] = [(function, _REFERENCES_DEEP)]
+    while todo:
+        value, depth = todo.pop()
+        if id(value) in seen or depth < 0:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            yield value
+        elif isinstance(value, FunctionType):
+            todo += [(held, depth - 1) for held in _references(value)]
+        elif isinstance(value, MethodType):
+            todo += [(value.__self__, depth), (value.__func__, depth)]
+        elif isinstance(value, partial):
+            todo += [(held, depth) for held in (value.func, *value.args, *value.keywords.values())]
+        else:
+            todo += [(held, deeper(value, depth)) for held in held_by(value)]
+
+
+def _references(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a variable that is not bound yet
+            yield cell.cell_contents
+    yield from (function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__)
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
 def _check_leaves(params: Mapping[str, Any]) -> None:

@@ -81,8 +81,7 @@ def inspect_closure(evaluator: ClosureEvaluator, theta: Tensor) -> None:
     with evaluator.session():
         leaves = evaluator.leaves(theta)
         with refuse_writes(evaluator, leaves):
-            one, two = (next(evaluator.evaluations(leaves)).total for _ in range(2))
-        first, second = one.item(), two.item()
+            first, second = (next(evaluator.evaluations(leaves)).total.item() for _ in range(2))
         if any(leaf.grad is not None for leaf in leaves.values()):
             raise ValueError(
                 "`closure` must return the loss without calling backward() (derivatives are taken of what it returns)."
@@ -93,10 +92,18 @@ def inspect_closure(evaluator: ClosureEvaluator, theta: Tensor) -> None:
         if not math.isclose(first, second, rel_tol=precision, abs_tol=1e-30):
             raise NotDeterministic(
                 f"Two calls of the closure gave {first:.6g} and {second:.6g}. Put its model in eval mode (dropout "
-                "draws at random), and give it the same data in every call."
+                "draws at random), give it the same data in every call, and update other modules (a teacher) outside."
             )
-        refuse_hidden_paths(evaluator, theta, _without_gradient(two, leaves))
     refuse_memory(evaluator, theta, precision)
+    with evaluator.session():
+        leaves = evaluator.leaves(theta)
+        with refuse_writes(evaluator, leaves):
+            for _ in range(2):  # the second as of a later call, with the graph of the first gone
+                total = next(evaluator.evaluations(leaves)).total
+                unseen = _without_gradient(total, leaves)
+                _plain_gradients(total, leaves)
+        _refuse_hooks(leaves)
+        refuse_hidden_paths(evaluator, theta, unseen)
 
 
 def _without_gradient(total: Tensor, leaves: Mapping[str, Tensor]) -> list[str]:
@@ -150,21 +157,21 @@ def _check_gradient(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor], the
     """Compare the first batch's gradient in the leaves with that in the model's own parameters, and with what the loss does.
 
     They differ if the model reaches parameters by another way than its modules' attributes, which leaves cannot stand in for,
-    or if a reentrant checkpoint hides part of the graph from torch.autograd.grad.
+    or if a reentrant checkpoint hides part of the graph from torch.autograd.grad. A second gradient in the same leaves is taken
+    too, as for a second batch.
     """
     batch = next(evaluator.prepared())
     with torch.random.fork_rng(devices=[]):  # a layer left random draws the same numbers in both
         total = evaluator.evaluate(batch, leaves).total
     _refuse_reentrant_checkpoints(total)
+    _refuse_hooks(leaves)
+    unseen = _without_gradient(total, leaves)
     own = evaluator.current()
+    found = _plain_gradients(total, leaves)
+    with torch.random.fork_rng(devices=[]):
+        _plain_gradients(evaluator.evaluate(batch, leaves).total, leaves)  # as of a later batch, the first one's graph gone
     if all(own[name].dtype == leaf.dtype for name, leaf in leaves.items()):  # else its own parameters do not fit the batch
-        found = gradients_of(total, leaves, retain_graph=True)
-        try:
-            expected = gradients_of(evaluator.evaluate_unchanged(batch).total, {name: own[name] for name in leaves})
-        except RuntimeError as error:
-            if "backward through the graph a second time" not in str(error):
-                raise
-            raise NotSupported("A module keeps a tensor with the graph of an earlier pass. Take it off before.") from error
+        expected = _plain_gradients(evaluator.evaluate_unchanged(batch).total, {name: own[name] for name in leaves})
         size = max(float(torch.stack([g.norm() for g in expected]).norm()), 1e-30)
         for name, ours, theirs in zip(leaves, found, expected, strict=True):
             if float((ours - theirs).norm()) > tolerance(leaves.values()) * size:
@@ -172,7 +179,34 @@ def _check_gradient(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor], the
                     f"The gradient in {name!r} is not the one that a plain backward pass gives: the model uses the parameter by "
                     "another way than as an attribute of its module (a list, a closure, a hook). Register it where it is used."
                 )
-    refuse_hidden_paths(evaluator, theta, _without_gradient(total, leaves))
+    refuse_hidden_paths(evaluator, theta, unseen)
+
+
+def _plain_gradients(total: Tensor, leaves: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the gradients, and free the graph.
+
+    Raises:
+        NotSupported: If a part of the graph was freed before: a module kept it from an earlier pass.
+    """
+    try:
+        return gradients_of(total, leaves)
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise NotSupported(
+            "A module keeps a tensor with the graph of an earlier pass and uses it again, so derivatives over several batches "
+            "fail. Compute it in every forward pass, turn the cache off, or take the tensor off before."
+        ) from error
+
+
+def _refuse_hooks(leaves: Mapping[str, Tensor]) -> None:
+    """Refuse hooks that a forward pass hangs on parameters; those that hung there before are off while the library works."""
+    for name, leaf in leaves.items():
+        if leaf._backward_hooks:
+            raise NotSupported(
+                f"A forward pass registers a gradient hook on {name!r}: it may change the gradient, and every pass adds one. "
+                "Register it once, outside forward (it is then left out here: derivatives are those of the loss)."
+            )
 
 
 def _check_micro_batches(evaluator: ModelEvaluator, leaves: Mapping[str, Tensor], first: Inspection) -> None:

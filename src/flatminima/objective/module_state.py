@@ -1,185 +1,117 @@
-"""What forward passes write on modules: attributes, and the lists, dictionaries, sets and tensors that attributes hold."""
+"""What forward passes write on modules, remembered and put back."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
-from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from array import array
+from collections.abc import Collection, Iterable
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ModuleState", "drop_tensors", "kept_tensors"]
+from flatminima.objective.holders import MAX_DEPTH, Holder, deeper, dict_holder, held_by, holders, is_plain
 
-_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-_MACHINERY = frozenset(vars(nn.Module()))  # torch's own attributes, hooks among them
-_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
-_NOT_LOOKED_INTO = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, nn.Module, Tensor)
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+__all__ = ["MACHINERY", "ModuleState"]
+
+#: Names of torch's own attributes of a module, hooks among them.
+MACHINERY = frozenset(vars(nn.Module()))
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_LARGEST_IN_OBJECT = 2**22  # bytes
 
 
 @final
 class ModuleState:
-    """The state of modules at the time each of them was added, to be put back.
+    """The state of modules at the time they were added, to be put back.
 
-    Attributes bound anew, added or deleted are put back whatever they hold. The contents of plain containers and tensors are
-    put back also inside other containers. Of other objects that a module holds, attributes and containers are put back, but
-    neither the contents of their tensors nor what further objects hold. Parameters are not copied.
+    Attributes bound anew, added or deleted are put back whatever they hold. From the attributes on, containers, tuples and
+    objects are followed (objects in objects four deep; not those of torch, NumPy and the standard library), and their entries,
+    attributes and slots are put back by identity. So are the numbers in leaf tensors, NumPy arrays and byte arrays that are
+    found on the way; those that objects hold, up to 4 MiB each. Modules that are held without being registered count as
+    modules. The numbers in parameters are put back only on request.
 
     Args:
         buffers: Whether to put the contents of buffers back too; not needed where copies stand in for them.
+        parameters: Whether to put the contents of parameters back too.
+        except_for: Identities of tensors whose contents are somebody else's business.
     """
 
-    def __init__(self, *, buffers: bool = False) -> None:
-        self._buffers = buffers
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._containers: dict[int, tuple[Any, Any]] = {}
+    def __init__(self, *, buffers: bool = False, parameters: bool = False, except_for: Collection[int] = ()) -> None:
+        self._buffers, self._parameters, self._except_for = buffers, parameters, except_for
+        self._modules: set[int] = set()
+        self._seen: dict[int, Any] = {}  # with the value, so that no other gets its identity
+        self._holders: list[tuple[Holder, Any]] = []
         self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
-        self._objects: dict[int, Any] = {}
+        self._arrays: dict[int, tuple[Any, Any]] = {}
 
-    def add(self, module: nn.Module) -> None:
-        """Remember a module, without its sub-modules."""
-        attributes = vars(module)
-        self._attributes.append((attributes, dict(attributes)))
-        for name in _REGISTRIES:
-            value: Any = attributes.get(name)
-            if type(value) in _CONTAINERS:
-                self._containers[id(value)] = value, value.copy()
-        for name in attributes.keys() - _MACHINERY:
-            value = attributes[name]
-            if type(value) not in _PLAIN:
-                self._keep(value)
-        if self._buffers:
-            for buffer in module.buffers(recurse=False):
-                self._keep(buffer)
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """Remember modules, without those of their sub-modules that are not among them."""
+        new = [module for module in modules if id(module) not in self._modules]
+        self._modules |= {id(module) for module in new}
+        for module in new:
+            self._add(module, registered=True)
 
     def put_back(self) -> None:
         """Make everything what it was."""
-        for container, content in self._containers.values():
-            _refill(container, content)
-        for attributes, values in self._attributes:
-            for name in attributes.keys() - values.keys():
-                del attributes[name]
-            attributes.update(values)
+        for holder, snapshot in self._holders:
+            holder.restore(snapshot)
         with torch.no_grad():
             for tensor, version, value in self._tensors.values():
                 if tensor._version != version or not torch.equal(tensor, value):  # batch norm's kernels count no version
                     tensor.copy_(value)
+        for numbers, content in self._arrays.values():
+            if isinstance(numbers, np.ndarray):
+                if not np.array_equal(numbers, content):
+                    numbers[...] = content
+            elif numbers != content:
+                numbers[:] = content
 
-    def _keep(self, value: Any) -> None:
+    def _add(self, module: nn.Module, *, registered: bool) -> None:
+        attributes = vars(module)
+        self._remember(dict_holder(attributes))
+        for name in _REGISTRIES:
+            if isinstance(attributes.get(name), dict | set):
+                self._remember(*holders(attributes[name]))
+        for name, value in attributes.items():
+            if name not in MACHINERY and not is_plain(value):
+                self._keep(value, MAX_DEPTH)
+        if self._buffers or not registered:
+            for buffer in module.buffers(recurse=False):
+                self._keep(buffer, MAX_DEPTH)
+        if self._parameters:
+            for parameter in module.parameters(recurse=False):
+                self._keep_tensor(parameter)
+
+    def _remember(self, *found: Holder) -> None:
+        self._holders += [(holder, holder.snapshot()) for holder in found]
+
+    def _keep(self, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
-            if value.is_leaf and not value.is_inference() and not isinstance(value, nn.Parameter):
-                self._tensors[id(value)] = value, value._version, value.detach().clone()
-        elif type(value) in _CONTAINERS:
-            if id(value) not in self._containers:
-                self._containers[id(value)] = value, value.copy()
-                self._keep_all(value.values() if isinstance(value, dict) else value)
-        elif type(value) is tuple:
-            self._keep_all(value)
-        elif _has_attributes(value) and id(value) not in self._objects:
-            self._objects[id(value)] = value
-            attributes = _attributes(value)
-            self._attributes.append((attributes, dict(attributes)))
-            for held in attributes.values():
-                if type(held) in _CONTAINERS:
-                    self._containers.setdefault(id(held), (held, held.copy()))
+            if not isinstance(value, nn.Parameter) and (depth == MAX_DEPTH or value.nbytes <= _LARGEST_IN_OBJECT):
+                self._keep_tensor(value)
+        elif isinstance(value, np.ndarray | bytearray | array):
+            self._keep_array(value, depth)
+        elif isinstance(value, nn.Module):
+            if id(value) not in self._modules:
+                for module in value.modules():
+                    if id(module) not in self._modules:
+                        self._modules.add(id(module))
+                        self._add(module, registered=False)
+        elif deeper(value, depth) >= 0 and id(value) not in self._seen:
+            found = holders(value)
+            if found or isinstance(value, tuple | frozenset):
+                self._seen[id(value)] = value
+                self._remember(*found)
+                for held in held_by(value):
+                    self._keep(held, deeper(value, depth))
 
-    def _keep_all(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if type(value) not in _PLAIN:
-                self._keep(value)
+    def _keep_tensor(self, tensor: Tensor) -> None:
+        if tensor.is_leaf and not tensor.is_inference() and id(tensor) not in self._except_for:
+            self._tensors.setdefault(id(tensor), (tensor, tensor._version, tensor.detach().clone()))
 
-
-def kept_tensors(modules: Iterable[nn.Module]) -> dict[str, list[nn.Module]]:
-    """Return the attributes in which modules hold tensors other than parameters and buffers, by name."""
-    found: dict[str, list[nn.Module]] = {}
-    for module in modules:
-        for name, value in vars(module).items():
-            if name not in _MACHINERY and any(True for _ in _tensors_in(value, objects=True)):
-                found.setdefault(name, []).append(module)
-    return found
-
-
-def drop_tensors(module: nn.Module, name: str, *, inside: bool) -> None:
-    """Take the tensors out of an attribute, so that the next forward pass makes them anew where it can.
-
-    Args:
-        module: The module.
-        name: The attribute.
-        inside: Whether containers inside a container stay, without their tensors; else they go as a whole.
-    """
-    value = vars(module)[name]
-    if _has_attributes(value):
-        attributes = _attributes(value)
-        for key, held in list(attributes.items()):
-            if any(True for _ in _tensors_in(held)):
-                _drop(attributes, key, inside=inside)
-    else:
-        _drop(vars(module), name, inside=inside)
-
-
-def _drop(attributes: dict[str, Any], name: str, *, inside: bool) -> None:
-    if type(attributes[name]) in _CONTAINERS:
-        _empty(attributes[name], inside=inside)
-    else:
-        attributes[name] = None
-
-
-def _empty(container: Any, *, inside: bool) -> None:
-    entries = list(container.items()) if isinstance(container, dict) else list(enumerate(container))
-    kept = []
-    for key, entry in entries:
-        if inside and type(entry) in _CONTAINERS:
-            _empty(entry, inside=True)
-            kept.append((key, entry))
-        elif not any(True for _ in _tensors_in(entry)):
-            kept.append((key, entry))
-    if len(kept) < len(entries):
-        _refill(container, dict(kept) if isinstance(container, dict) else [entry for _, entry in kept])
-
-
-def _tensors_in(value: Any, *, objects: bool = False) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if not isinstance(value, nn.Parameter):
-            yield value
-    elif objects and _has_attributes(value):
-        for held in _attributes(value).values():
-            yield from _tensors_in(held)
-    elif type(value) in _CONTAINERS or type(value) is tuple:
-        for entry in value.values() if isinstance(value, dict) else value:
-            if type(entry) not in _PLAIN:
-                yield from _tensors_in(entry)
-
-
-def _has_attributes(value: Any) -> bool:
-    """Whether a value is an object of a class that is neither torch's nor a module, with attributes of its own."""
-    kind = type(value)
-    if not kind.__dictoffset__ or kind in _CONTAINERS or isinstance(value, _NOT_LOOKED_INTO):
-        return False
-    return kind.__module__.partition(".")[0] != "torch" and type(_attributes(value)) is dict
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")  # a proxy's own, not what it stands for
-    return attributes
-
-
-def _refill(container: Any, content: Any) -> None:
-    """Give a container its old content; by identity, for comparing tensors is no yes or no."""
-    if isinstance(container, dict):
-        if _same(container, content) and _same(container.values(), content.values()):
-            return
-        container.clear()
-        container.update(content)
-    elif isinstance(container, set):
-        container.clear()
-        container.update(content)
-    elif not _same(container, content):
-        container.clear()
-        container.extend(content)
-
-
-def _same(first: Any, second: Any) -> bool:
-    return len(first) == len(second) and all(map(is_, first, second))
+    def _keep_array(self, numbers: Any, depth: int) -> None:
+        if isinstance(numbers, np.ndarray):
+            if numbers.flags.writeable and (depth == MAX_DEPTH or numbers.nbytes <= _LARGEST_IN_OBJECT):
+                self._arrays.setdefault(id(numbers), (numbers, numbers.copy()))
+        elif depth == MAX_DEPTH or len(numbers) <= _LARGEST_IN_OBJECT:
+            self._arrays.setdefault(id(numbers), (numbers, numbers[:]))

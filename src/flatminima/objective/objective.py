@@ -29,10 +29,19 @@ class Objective:
     .. math:: L(\theta) = \frac{1}{T} \sum_{b} \text{total}_b(\theta) + \frac{\lambda}{2}\lVert\theta\rVert^2
 
     with T the number of loss terms over all the data (T = 1 for ``reduction="sum"``), so batches of any size or weight add up
-    to one mean. Values, gradients and curvature are taken of exactly this scalar. Nothing on the model is changed: modes,
-    buffers, ``.grad``, random state, torch's flags, and the attributes of modules with their lists, dictionaries and plain
-    objects are what they were after every call, also one that raises. What forward code keeps elsewhere is not seen: in
-    globals, in variables that a hook refers to, in objects held by objects.
+    to one mean. Values are those of exactly this scalar, and derivatives what torch.autograd gives for it; where code cuts a
+    gradient in part (a detached norm, a straight-through estimator) that is the derivative of another function: see
+    ``flatminima.objective.consistency.check_derivative``.
+
+    After every call, also one that raises, these are what they were: parameters, buffers, modes, ``.grad`` and its hooks,
+    random state, torch's flags; the attributes of modules; and, followed from these attributes on, containers of any class,
+    tuples, attributes and slots of objects (objects in objects four deep), with the numbers in tensors, NumPy arrays and byte
+    arrays (those that objects hold: up to 4 MiB each). Not put back is what forward code writes elsewhere: globals, class
+    attributes, variables of functions and hooks, files, tensors that belong to a graph; objects of torch, NumPy and the standard
+    library other than containers, partials and namespaces.
+
+    Hooks on parameters' gradients do not run. Pass-to-pass memory is refused where the checks at the start can see it; what
+    they cannot see is listed in ``flatminima.objective.dependence``. A write to parameters that changes no value passes.
 
     Args:
         model: Any module. ``torch.compile`` wrappers are looked through: second derivatives need the eager code.
@@ -62,8 +71,8 @@ class Objective:
         ValueError: If the data is empty or does not fit the model, or no parameter is trainable.
         NonFiniteLoss: If the loss of a batch is not finite.
         NotDeterministic: If two passes differ; the message names the culprit.
-        NotSupported: If the loss is no function of θ with derivatives: a forward pass writes to parameters, keeps what it has
-            computed from them, or uses them where autograd does not look.
+        NotSupported: If the loss is no function of θ with derivatives: a forward pass changes parameters, keeps what it has
+            computed from them, hangs hooks on them, or uses one where autograd sees no path to the loss at all.
 
     Example:
         >>> import torch
@@ -124,7 +133,8 @@ class Objective:
         """Build an objective from a function that returns the loss, and the tensors that it reads.
 
         The closure is the whole stated scalar. It is called with other values in the tensors, which are then put back, as are
-        their gradients and the buffers and attributes of the modules that run inside. Modes are the caller's business.
+        their gradients, and the parameters, buffers and attributes of the modules that it refers to (through variables, objects
+        and functions, three deep) and of those that run inside. Modes are the caller's business.
 
         Args:
             closure: Returns a scalar tensor, differentiable in ``params``.

@@ -65,8 +65,8 @@ def session(
         stack.enter_context(_mode(model, mode))
         state = ModuleState()
         stack.callback(state.put_back)
-        for module in (*model.modules(), *others):
-            state.add(module)
+        state.add([*model.modules(), *others])
+        stack.enter_context(_without_hooks(model.parameters()))
         if _holds_compiled_code(model):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -77,7 +77,7 @@ def closure_session(params: Sequence[Tensor], modules: dict[int, nn.Module]) -> 
     """Put torch into the state that second derivatives need, around calls of a function that is the user's own.
 
     Values and gradients of the parameters are put back, and whatever the modules that run inside keep from the calls: their
-    buffers, attributes and modes. Within the session the parameters have no gradient.
+    other parameters, buffers, attributes and modes. Within the session the parameters have no gradient, and no hooks on it.
 
     Args:
         params: The tensors that the function reads, and that the caller writes to.
@@ -87,7 +87,8 @@ def closure_session(params: Sequence[Tensor], modules: dict[int, nn.Module]) -> 
         for parameter in params:
             stack.callback(_put_back, parameter, parameter.detach().clone(), parameter.grad, _copy_of(parameter.grad))
             parameter.grad = None
-        stack.enter_context(_modules_watched(modules))
+        stack.enter_context(_without_hooks(params))
+        stack.enter_context(_modules_watched(modules, {id(parameter) for parameter in params}))
         yield
 
 
@@ -118,17 +119,30 @@ def _put_back(parameter: Tensor, value: Tensor, gradient: Tensor | None, content
 
 
 @contextmanager
-def _modules_watched(modules: dict[int, nn.Module]) -> Iterator[None]:
-    state, thread = ModuleState(buffers=True), get_ident()
-    for module in modules.values():
-        state.add(module)
+def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Take hooks on gradients off: they are for training, may change gradients, and see each one once."""
+    hooked = [(parameter, parameter._backward_hooks) for parameter in parameters]
+    try:
+        for parameter, hooks in hooked:
+            if hooks is not None:
+                parameter._backward_hooks = None
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            if parameter._backward_hooks is not hooks:
+                parameter._backward_hooks = hooks
+
+
+@contextmanager
+def _modules_watched(modules: dict[int, nn.Module], params: set[int]) -> Iterator[None]:
+    state, thread = ModuleState(buffers=True, parameters=True, except_for=params), get_ident()
+    state.add(modules.values())
 
     def remember(module: nn.Module, _inputs: Any) -> None:
         if id(module) not in modules and get_ident() == thread:
-            for part in module.modules():
-                if id(part) not in modules:
-                    modules[id(part)] = part
-                    state.add(part)
+            new = {id(part): part for part in module.modules() if id(part) not in modules}
+            modules.update(new)
+            state.add(new.values())
 
     handle = register_module_forward_pre_hook(remember)
     try:

@@ -26,6 +26,7 @@ __all__ = [
 
 UNTESTED = "untested"
 
+_TONES = {"slope": "bad", "unknown": "care"}
 _MOVES = {"layer": "layer rescaling", "node": "node rescaling", "norm-scale": "rescaling before a norm"}
 
 
@@ -109,7 +110,10 @@ def findings(audit: Audit) -> list[Finding]:
     if group := groups["survives"]:
         text = f"No move changed {'it, so it describes' if len(group) == 1 else 'them, so they describe'} the function itself."
         title, tone = "May be compared between networks", "good"
-        if audit.minimum is not None and audit.minimum.verdict != "minimum":
+        if audit.minimum is not None and audit.minimum.verdict == "unknown":
+            text += " But compare them only if you know that training has ended: it cannot be told whether this is a minimum."
+            title, tone = "Unchanged, if at a minimum", "care"
+        elif audit.minimum is not None and audit.minimum.verdict != "minimum":
             text += " But this is no minimum, so they are passing values: compare them when training has ended."
             title, tone = "Unchanged, but not at a minimum", "care"
         if any(note.startswith("Not covered") for note in audit.notes):
@@ -149,38 +153,58 @@ def _minimum(audit: Audit) -> Finding:
     check = audit.minimum
     if check is None:
         return Finding("Is this a minimum?", "This was not looked at.", "plain")
-    return Finding("Is this a minimum?", _point(check), "bad" if check.verdict == "slope" else "plain")
+    return Finding("Is this a minimum?", _point(check), _TONES.get(check.verdict, "plain"))
 
 
 def _point(check: MinimumCheck) -> str:
     """Say what training can still gain, how the loss bends, and what the point is therefore."""
-    loss, fall, reference = _typeset(check.loss), _typeset(check.expected_fall), check.reference_loss
-    share = _percent(share_left(check.expected_fall, gained_by_training(check.loss, reference)))
-    of = (
-        "the loss"
-        if reference is None
-        else f"all that it can gain over outputs that ignore the inputs (loss {_typeset(reference)})"
-    )
+    loss, fall = _typeset(check.loss), _typeset(check.expected_fall)
+    share, of = _share(check.expected_fall, check), _whole(check)
     if check.verdict == "slope":
-        step = (
-            f"a Gauss–Newton step would lower the loss of {loss} by {fall} or more" if math.isfinite(check.expected_fall) else ""
+        return (
+            f"Training is unfinished: to second order a step would lower the loss of {loss} by {fall} or more, {share} of {of}."
         )
-        step = step or f"the loss of {loss} falls without end along some direction, as far as its slope and curvature tell"
-        return f"Training is unfinished: {step}, {share} of {of}."
-    return f"The loss is {loss}, and what training can still gain, {fall}, is {share} of {of}. {_curvature(check)}"
+    if check.verdict == "saddle":
+        return (
+            f"The loss is {loss}. It bends down (the smallest eigenvalue of the Hessian is {_extremes(check)}), and along such a "
+            f"direction it falls by {_typeset(check.saddle_fall)}, {_share(check.saddle_fall, check)} of {of}: a saddle."
+        )
+    if check.verdict == "unknown":
+        return (
+            f"That cannot be told. The loss of {loss} still slopes, along parameters for which the Gauss–Newton matrix has no "
+            "upward curvature: the loss is linear in the outputs, as absolute errors are, or bends down there. So nothing says "
+            "how far it would fall."
+        )
+    left = f"what training can still gain, {fall}, is {share} of {of}"
+    if check.expected_fall == 0:
+        left = "what training can still gain is less than its rounding"
+    return f"The loss is {loss}, and {left}. {_curvature(check)}"
 
 
 def _curvature(check: MinimumCheck) -> str:
-    sizes = f"{_typeset(check.smallest_eigenvalue)}, beside a largest of {_typeset(check.largest_eigenvalue)}"
-    if check.verdict == "saddle":
-        return f"But the Hessian has negative curvature (down to {sizes}): a saddle, from which the loss still falls."
+    """Say how the loss bends at what counts as a minimum."""
     if check.smallest_eigenvalue < -check.noise:
-        return f"A minimum for practical purposes; the most negative curvature is {sizes}."
-    return "No curvature is negative beyond rounding: a minimum, flat directions aside."
+        return (
+            f"A minimum for practical purposes; the most negative curvature is {_extremes(check)}, but no such direction "
+            "leads far down."
+        )
+    return "No curvature is negative beyond rounding: to second order a minimum, flat directions aside."
 
 
-def _percent(share: float) -> str:
+def _extremes(check: MinimumCheck) -> str:
+    return f"{_typeset(check.smallest_eigenvalue)}, beside a largest of {_typeset(check.largest_eigenvalue)}"
+
+
+def _share(fall: float, check: MinimumCheck) -> str:
+    """Return which share a fall is of all that training can gain."""
+    share = share_left(fall, gained_by_training(check.loss, check.reference_loss))
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+
+
+def _whole(check: MinimumCheck) -> str:
+    if check.reference_loss is None:
+        return "the loss"
+    return f"all that it can gain over outputs that ignore the inputs (loss {_typeset(check.reference_loss)})"
 
 
 def _moved(group: Sequence[tuple[Row, str]]) -> tuple[tuple[str, str], ...]:

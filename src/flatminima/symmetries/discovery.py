@@ -44,9 +44,9 @@ def find_symmetries(model: nn.Module | Objective, example_inputs: object = None,
     Each is then tried on the example inputs, in float64, at the given parameters and at others near by; one that changes
     the outputs by more than 1e-10 (relative) is dropped with a note. Units that an operation outside the known ones touches
     are fixed, with a note. What is a symmetry and not moved along is named in a note: matrices between layers without a
-    nonlinearity between, the scale of what a normalisation reads, layers used twice, biases that make up for each other, and any
-    other rescaling of whole parameters, which is looked for numerically unless the network is large. Scaling by negative numbers
-    is not looked for.
+    nonlinearity between and biases that make up for each other (both tried before they are named), the scale of what a
+    normalisation reads, layers used twice, and any other rescaling of whole parameters, which is looked for numerically; where
+    the network is too large for these trials a note says so. Scaling by negative numbers is not looked for.
 
     Args:
         model: The network, or an objective; it is copied, not changed.
@@ -146,7 +146,7 @@ def _found(model: nn.Module, call: Call, softmax: str) -> Symmetries:
             "softmax shift: the logits do not come straight from one layer that could be shifted: not looked for further"
         )
     notes += _free_shifts(state, double)
-    notes += linear_groups(graph)
+    notes += linear_groups(graph, noisy, call)
     notes += unexplained_scalings(double, call, kept, state.not_moved)
     return Symmetries(kept, notes)
 

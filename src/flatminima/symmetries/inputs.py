@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatminima.objective.session import copied
 from flatminima.symmetries.move import unwrapped
 
-__all__ = ["Call", "double_copy", "kept_rng", "outputs", "tensors"]
+__all__ = ["Call", "double_copy", "kept_rng", "num_operations", "outputs", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class Call:
         """Read positional and keyword arguments."""
         return cls(tuple(_as_double(v) for v in args), {k: _as_double(v) for k, v in kwargs.items()})
 
+    def drawn(self, generator: torch.Generator) -> Call:
+        """Return other inputs of the same form: numbers of the same mean and spread; of integers, ones that were there."""
+        return Call(tuple(_drawn(v, generator) for v in self.args), {k: _drawn(v, generator) for k, v in self.kwargs.items()})
+
 
 def _as_double(value: Any) -> Any:
     if isinstance(value, Tensor):
@@ -54,6 +58,20 @@ def _as_double(value: Any) -> Any:
         return {k: _as_double(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_as_double(v) for v in value)
+    return value
+
+
+def _drawn(value: Any, generator: torch.Generator) -> Any:
+    if isinstance(value, Tensor) and value.numel():
+        if value.dtype == torch.float64 and bool(value.isfinite().all()):
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.device)
+            return value.mean() + value.std(correction=0) * noise
+        picked = torch.randint(value.numel(), value.shape, generator=generator).to(value.device)
+        return value.reshape(-1)[picked]
+    if isinstance(value, Mapping):
+        return {k: _drawn(v, generator) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_drawn(v, generator) for v in value)
     return value
 
 
@@ -84,6 +102,15 @@ def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, list | tuple):
         return [t for v in value for t in tensors(v)]
     return []
+
+
+def num_operations(model: nn.Module, call: Call) -> int:
+    """Return the number of floating point operations of one forward pass, in products of matrices and convolutions."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        outputs(model, call)
+    return int(counter.get_total_flops())
 
 
 @contextmanager

@@ -11,14 +11,14 @@ from torch import Tensor
 from flatminima.symmetries.values import Activation, ParameterView, Value, compressed
 from flatminima.symmetries.walk import Operation, Rule, Walk
 
-__all__ = ["SHAPE_RULES"]
+__all__ = ["SHAPE_RULES", "rearranged_parameter"]
 
 
 def rearrange(walk: Walk, op: Operation) -> Value:
     """Views, transposes, slices: the same operation on the ids."""
     x = op["self"] if "self" in op.arguments else op["input"]
     if isinstance(x, ParameterView):
-        return _rearranged_parameter(x, op)
+        return rearranged_parameter(x, op)
     others = [v for v in op.tensors() if v is not x]
     if not isinstance(x, Activation) or others:
         return None
@@ -33,7 +33,8 @@ def rearrange(walk: Walk, op: Operation) -> Value:
     return tuple(Activation(compressed(m), s, x.affine) for m, s in zip(moved, op.out, strict=True))
 
 
-def _rearranged_parameter(x: ParameterView, op: Operation) -> Value:
+def rearranged_parameter(x: ParameterView, op: Operation) -> ParameterView | None:
+    """Return a parameter with its axes in another order, or None if more than that was done to it."""
     order = tuple(range(len(x.shape)))
     if op.name in ("t", "numpy_T", "mT", "transpose", "swapaxes"):
         a, b = (op["dim0"], op["dim1"]) if "dim0" in op.arguments else (-2, -1)

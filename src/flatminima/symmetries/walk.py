@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatminima.symmetries.graph import Graph, node_shapes
+from flatminima.symmetries.graph import Graph, Operation, interpret, leaves, node_shapes
 from flatminima.symmetries.settle import settle
 from flatminima.symmetries.units import Reuse, UnitTable
 from flatminima.symmetries.values import Activation, Affine, BufferRef, ParameterView, Term, Value, fixed_activation
 
 __all__ = ["Absorption", "Operation", "Rule", "Walk", "walk"]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One ATen operation with its arguments by name.
-
-    Attributes:
-        name: Name without namespace, overload and the in-place underscore ("relu" for ``aten::relu_``).
-        target: The overload itself, for running it on unit ids.
-        arguments: Traced values and Python constants by the schema's argument names.
-        out: Shape of the result, or a tuple of shapes.
-        mutates: Whether it writes into an argument.
-    """
-
-    name: str
-    target: Any
-    arguments: Mapping[str, Value]
-    out: Any
-    mutates: bool
-
-    def __getitem__(self, argument: str) -> Any:
-        return self.arguments.get(argument)
-
-    def tensors(self) -> list[Value]:
-        """Return the traced tensors among the arguments, lists of tensors opened."""
-        found: list[Value] = []
-        for value in self.arguments.values():
-            found += [v for v in (value if isinstance(value, list | tuple) else [value]) if _is_traced(v)]
-        return found
 
 
 #: Gives the result of an operation, or None where it does not cover these arguments.
@@ -200,14 +170,7 @@ class Walk:
 def walk(graph: Graph, rule_for: Callable[[Operation], Rule]) -> Walk:
     """Walk over a graph in the order of computation, with one rule for every operation."""
     state = Walk()
-    values: dict[torch.fx.Node, Value] = {}
-    for node in graph.nodes:
-        if node.op == "output":
-            _finish(state, _resolved(node.args, values))
-        elif node.op == "call_function":
-            values[node] = _result(state, node, values, rule_for)
-        else:
-            values[node] = _leaf(node, graph)
+    _finish(state, interpret(graph, lambda node: _leaf(node, graph), lambda op: _result(state, op, rule_for)))
     notes, state.not_moved = settle(state.units, state.normalisations, state.reuses)
     state.notes.update(notes)
     return state
@@ -224,13 +187,7 @@ def _leaf(node: torch.fx.Node, graph: Graph) -> Value:
     return None
 
 
-def _result(
-    state: Walk, node: torch.fx.Node, values: Mapping[torch.fx.Node, Value], rule_for: Callable[[Operation], Rule]
-) -> Value:
-    args, kwargs = _resolved(node.args, values), _resolved(node.kwargs, values)
-    if node.target is operator.getitem and isinstance(args[0], tuple):
-        return args[0][args[1]]
-    op = _operation(node, args, kwargs)
+def _result(state: Walk, op: Operation, rule_for: Callable[[Operation], Rule]) -> Value:
     tensors = op.tensors()
     for value in tensors:
         if isinstance(value, Activation):
@@ -241,50 +198,15 @@ def _result(
     return state.unknown(op) if result is None else result
 
 
-def _resolved(argument: Any, values: Mapping[torch.fx.Node, Value]) -> Any:
-    """Return an argument with the traced values in place of the nodes."""
-    if isinstance(argument, torch.fx.Node):
-        return values[argument]
-    if isinstance(argument, Mapping):
-        return {key: _resolved(value, values) for key, value in argument.items()}
-    if isinstance(argument, list | tuple) and not isinstance(argument, torch.Size):
-        return tuple(_resolved(value, values) for value in argument)
-    return argument
-
-
-def _operation(node: torch.fx.Node, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> Operation:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        named = {f"arg{i}": value for i, value in enumerate(args)} | dict(kwargs)
-        return Operation(getattr(target, "__name__", str(target)), target, named, node_shapes(node), True)
-    schema = target._schema
-    named = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    named |= {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
-    name = schema.name.split("::")[-1]
-    return Operation(name.removesuffix("_"), target, named, node_shapes(node), schema.is_mutable)
-
-
 def _finish(state: Walk, result: Value) -> None:
-    leaves = _leaves(result)
-    for leaf in leaves:
+    found = leaves(result)
+    for leaf in found:
         if isinstance(leaf, Activation):
             state.units.fix(leaf.ids)
         elif isinstance(leaf, ParameterView | BufferRef):
             state.use(leaf.name)
-    activations = [leaf for leaf in leaves if isinstance(leaf, Activation)]
+    activations = [leaf for leaf in found if isinstance(leaf, Activation)]
     state.output = activations[0] if len(activations) == 1 else None
-
-
-def _leaves(value: Value) -> list[Value]:
-    if isinstance(value, Mapping):
-        return [leaf for v in value.values() for leaf in _leaves(v)]
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        return [leaf for v in value for leaf in _leaves(v)]
-    return [value]
-
-
-def _is_traced(value: Value) -> bool:
-    return isinstance(value, Activation | ParameterView | BufferRef)
 
 
 def _fixed(shape: Any) -> Value:

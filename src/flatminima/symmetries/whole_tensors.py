@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flatminima.objective.session import copied
 from flatminima.params import clean_name
 from flatminima.symmetries.graph import one_line
-from flatminima.symmetries.inputs import Call, outputs, tensors
+from flatminima.symmetries.inputs import Call, num_operations, outputs, tensors
 from flatminima.symmetries.rescaling import Rescaling
 from flatminima.symmetries.settle import DEPENDS, shown
 from flatminima.symmetries.symmetry import Symmetry
@@ -47,7 +47,7 @@ def unexplained_scalings(model: nn.Module, call: Call, found: Sequence[Symmetry]
     if len(names) > _MOST_TENSORS:
         return [f"rescalings of whole parameters were not looked for numerically: more than {_MOST_TENSORS} parameters"]
     try:
-        if _work(model, call) * len(names) > _MOST_WORK:
+        if num_operations(model, call) * len(names) > _MOST_WORK:
             return ["rescalings of whole parameters were not looked for numerically: the network is too large for it"]
         null = _null_space(_equations(model, call))
     except Exception as error:  # whatever a user's model raises when it is differentiated
@@ -88,15 +88,6 @@ def _equations(model: nn.Module, call: Call) -> Tensor:
             )
             rows.append(torch.stack([(g * p).sum().detach().cpu() for g, p in zip(gradients, parameters, strict=True)]))
     return torch.stack(rows)
-
-
-def _work(model: nn.Module, call: Call) -> int:
-    """Return the number of floating point operations of one forward pass, in products of matrices and convolutions."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        outputs(model, call)
-    return int(counter.get_total_flops())
 
 
 def _null_space(rows: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ __all__ = ["SCHEMA", "Attack", "Audit", "MinimumCheck", "Reading", "Row", "Spect
 SCHEMA = "flatminima.audit/1"
 
 SURVIVES, MOVES, DEFECT, FAILED = "survives", "moves", "defect", "failed"
-MINIMUM, SADDLE, SLOPE = "minimum", "saddle", "slope"
+MINIMUM, SADDLE, SLOPE, UNKNOWN = "minimum", "saddle", "slope", "unknown"
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,15 @@ class MinimumCheck:
         smallest_residual: ‖Hv − λv‖ of it.
         largest_eigenvalue: λ_max of the Hessian.
         noise: Size below which an eigenvalue counts as zero.
-        verdict: "minimum" (flat directions aside), "saddle", or "slope" where further training would still lower the loss.
+        verdict: "minimum" (flat directions aside), "saddle" where the loss falls far along a direction in which it bends down,
+            "slope" where further training would still lower it, or "unknown" where it slopes without the curvature that could
+            tell how far.
         reference_loss: Loss of outputs that do not depend on the inputs; None where it is not defined.
         expected_fall: How far the loss would fall still: by a Gauss–Newton step, and at most by the loss itself if that is
-            never negative.
+            never negative; 0 where that is less than the rounding of the loss.
         num_products: Products with a curvature matrix that the check took.
+        saddle_fall: How far the loss was seen to fall below its tangent along a direction of negative curvature; 0 where there
+            is none, where that is less than the rounding of the loss, or where the loss itself is too small to fall far.
     """
 
     loss: float
@@ -152,6 +156,7 @@ class MinimumCheck:
     reference_loss: float | None
     expected_fall: float
     num_products: int = 0
+    saddle_fall: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flatminima.trust.result import DEFECT, FAILED, MINIMUM, MOVES, SADDLE, SLOPE, SURVIVES, Attack, Reading
+from flatminima.trust.result import DEFECT, FAILED, MINIMUM, MOVES, SADDLE, SLOPE, SURVIVES, UNKNOWN, Attack, Reading
 
 __all__ = ["LARGEST_SHARE_LEFT", "attack", "fold", "gained_by_training", "minimum_verdict", "overall", "share_left"]
 
@@ -68,19 +68,20 @@ def share_left(fall: float, gained: float) -> float:
     return fall / (gained + fall) if math.isfinite(fall) else 1.0
 
 
-def minimum_verdict(fall: float, bound: float, gained: float, smallest: float, noise: float) -> str:
-    """Return whether a point is a minimum: "minimum", "saddle" or "slope".
+def minimum_verdict(fall: float, saddle_fall: float, gained: float, *, is_known: bool = True) -> str:
+    """Return whether a point is a minimum: "minimum", "saddle", "slope", or "unknown".
 
     Args:
-        fall: How far the loss is expected to fall still.
-        bound: How far it can fall at all: the loss itself, if it is never negative.
+        fall: How far the slope is expected to lower the loss still.
+        saddle_fall: How far the loss falls below its tangent somewhere.
         gained: How far training has brought the loss down.
-        smallest: Smallest eigenvalue of the Hessian.
-        noise: Size below which an eigenvalue counts as zero.
+        is_known: Whether ``fall`` is all that the slope can do; if not, a small one proves nothing.
     """
-    if share_left(fall, gained) > LARGEST_SHARE_LEFT:
+    if share_left(fall, gained + saddle_fall) > LARGEST_SHARE_LEFT:  # beside a long way down, a short slope is none
         return SLOPE
-    return SADDLE if smallest < -noise and share_left(bound, gained) > LARGEST_SHARE_LEFT else MINIMUM
+    if not is_known:
+        return UNKNOWN
+    return SADDLE if share_left(saddle_fall, gained) > LARGEST_SHARE_LEFT else MINIMUM
 
 
 def _same(base: Reading, reading: Reading, rtol: float, *, is_paired: bool) -> bool:
