@@ -4,12 +4,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 REPORT ?= report
+PEERS  := $(VENV)/bench
+BENCH  ?=
 
 # Two workers of one thread each: small products gain nothing from a second thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format benchmark clean
+.PHONY: help demo test test-all lint format benchmark bench clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +40,9 @@ benchmark: $(VENV)/.stamp-run  ## time the command and the audit of digits-mlp; 
 	$(BIN)/python benchmarks/audit_digits.py
 	$(BIN)/python benchmarks/interval_coverage.py
 
+bench: $(PEERS)/.stamp  ## compare speed and memory with other packages; BENCH="--quick" takes two minutes
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m benchmarks.curvature $(BENCH)
+
 clean:  ## remove .venv, caches and build products; reports stay
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -59,3 +64,11 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@echo 'Installing flatminima, what it needs and the tools of its checks into $(VENV). The first time takes minutes.'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.stamp-run
+
+# The packages to compare with live in a second environment, which sees all that is installed in the first.
+$(PEERS)/.stamp: $(VENV)/.stamp-run benchmarks/constraints.txt
+	$(BIN)/python -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --no-deps --requirement benchmarks/constraints.txt
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> "$$($(PEERS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/flatminima.pth"
+	@touch $@

@@ -111,6 +111,18 @@ class ParameterSpace:
             raise ValueError(f"`vector` must have shape ({self.size},) (one entry per parameter). Got {tuple(vector.shape)}.")
         return {name: vector[where].view(self.shapes[name]) for name, where in self.slices.items()}
 
+    def unflatten_columns(self, V: Tensor, *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the columns of V ``(n, k)`` as stacks ``(k, *shape)``, one per parameter, in the dtypes of other tensors."""
+        rows = V.T.contiguous()
+        return {
+            name: rows[:, where].reshape(len(rows), *self.shapes[name]).to(like[name].dtype)
+            for name, where in self.slices.items()
+        }
+
+    def flatten_columns(self, stacks: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return stacks ``(k, *shape)``, one per parameter, as columns ``(n, k)``, detached."""
+        return torch.cat([stacks[name].detach().reshape(len(stacks[name]), -1).to(dtype) for name in self.names], dim=1).T
+
     def select(self, pattern: str) -> tuple[str, ...]:
         """Return the names that a shell-style pattern matches; a name that ends a module ("layer1") matches all below it.
 

@@ -36,3 +36,15 @@ def dense_gauss_newton(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor
     J = torch.autograd.functional.jacobian(lambda t: functional_call(model, as_dict(model, t), (x,)).reshape(-1), theta)
     curvature = torch.autograd.functional.hessian(lambda o: loss(o.view(outputs.shape), y), outputs.reshape(-1))
     return J.T @ curvature @ J
+
+
+def dense_empirical_fisher(
+    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, scale: float
+) -> Tensor:
+    """The sum of outer products of the rows' gradients, of a loss that is ``scale`` times a sum over rows, times scale."""
+    theta = flat_parameters(model)
+    outputs = functional_call(model, as_dict(model, theta), (x,)).detach().requires_grad_()
+    (s,) = torch.autograd.grad(loss(outputs, y) / scale, outputs)
+    J = torch.autograd.functional.jacobian(lambda t: functional_call(model, as_dict(model, t), (x,)).reshape(len(x), -1), theta)
+    g = torch.einsum("bkn,bk->bn", J, s.reshape(len(x), -1))
+    return scale * g.T @ g

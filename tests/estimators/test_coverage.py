@@ -99,3 +99,53 @@ def test_diagonal_entries_cover_the_truth_at_their_stated_level(stop: dict[str, 
     assert 0.945 <= level.mean() <= 0.965
     assert ((level >= 0.93) & (level <= 0.97)).all()
     assert samples > 64 or "num_products" in stop
+
+
+LOW_RANK = {
+    "dominated": torch.cat([torch.full((1,), 200.0), torch.linspace(0.5, 1.5, 149)]),
+    "trained": torch.cat([torch.tensor([50.0, 30, 20, 12, 8, 5, 3, 2, 1]), torch.linspace(-0.05, 0.15, 141)]),
+    "decaying": torch.arange(1, 151) ** -2.0,
+    "flat": torch.linspace(0.5, 1.5, 150),
+    "indefinite": torch.linspace(-1, 2, 150),
+}
+
+
+@pytest.mark.parametrize("spectrum", LOW_RANK)
+@pytest.mark.parametrize(("method", "stop"), [("hutch++", {"num_products": 60}), ("xtrace", {"num_products": 60})])
+def test_low_rank_methods_cover_the_truth_at_their_stated_level(method: str, stop: dict[str, float], spectrum: str) -> None:
+    M = rotated(LOW_RANK[spectrum].double())
+    A = as_operator(M)
+    level, _ = coverage(lambda g: trace(A, method=method, generator=g, **stop), M.trace())
+    assert 0.93 <= level <= 0.97
+
+
+@pytest.mark.parametrize("spectrum", ["dominated", "trained", "decaying"])
+@pytest.mark.parametrize("estimator", [trace, frobenius_norm])
+def test_the_choice_by_forecast_keeps_the_stated_level(estimator: Callable[..., Estimate], spectrum: str) -> None:
+    M = rotated(LOW_RANK[spectrum].double())
+    A, methods = as_operator(M), set()
+
+    def run(generator: torch.Generator) -> Estimate:
+        estimate = estimator(A, rtol=0.02, max_products=149, generator=generator)  # no room for n products: never exact
+        methods.add(estimate.method)
+        return estimate
+
+    level, _ = coverage(run, M.trace() if estimator is trace else torch.linalg.matrix_norm(M))
+    assert "hutch++" in methods
+    assert 0.93 <= level <= 0.97
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spectrum", ["dominated", "trained", "decaying", "indefinite"])
+@pytest.mark.parametrize("rtol", [0.02, 0.005])
+def test_xtrace_under_a_tolerance_covers_the_truth_at_its_stated_level(rtol: float, spectrum: str) -> None:
+    M = rotated(LOW_RANK[spectrum].double())
+    A = as_operator(M)
+
+    def run(generator: torch.Generator) -> Estimate:
+        estimate = trace(A, method="xtrace", rtol=rtol, max_products=149, generator=generator)
+        assert estimate.num_samples is not None  # no room for n products: never exact
+        return estimate
+
+    level, _ = coverage(run, M.trace())
+    assert 0.93 <= level <= 0.97

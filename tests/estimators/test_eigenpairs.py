@@ -198,7 +198,7 @@ def test_the_vectors_of_an_earlier_call_save_products() -> None:
 def test_to_dict_is_json_without_the_vectors() -> None:
     result = json.loads(json.dumps(eigenpairs(diag(3, 1, 2), 2, generator=rng(0)).to_dict()))
     assert result["values"] == pytest.approx([3, 2])
-    assert set(result) == {"values", "residuals", "converged", "num_products", "rtol"}
+    assert set(result) == {"values", "residuals", "converged", "num_products", "rtol", "method"}
 
 
 def test_bad_arguments_are_named() -> None:

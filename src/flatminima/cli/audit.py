@@ -12,16 +12,20 @@ from pathlib import Path
 import torch
 
 from flatminima import measures, trust
+from flatminima._errors import FlatminimaError
 from flatminima.cli.entry import INTERRUPTED, complain
 from flatminima.cli.interrupts import put_off
 from flatminima.cli.targets import prepare
 from flatminima.cli.terminal import print_audit, progress_bar
 from flatminima.objective import Objective
+from flatminima.operators import Hessian, predicted_memory
 from flatminima.report import replacing
 from flatminima.trust import Audit
 from flatminima.trust.audit import check_scale
 
 __all__ = ["run"]
+
+_MUCH = 2**30
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
                 _use_the_faster_number_of_threads(objective, threads)
             else:
                 torch.set_num_threads(arguments.threads)
+            _tell_memory(objective, arguments)
             audit = trust.audit(
                 objective,
                 measures=chosen,
@@ -74,6 +79,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _target(arguments: argparse.Namespace) -> str:
     return f"{arguments.target} with {Path(arguments.checkpoint).name}" if arguments.checkpoint else str(arguments.target)
+
+
+def _tell_memory(objective: Objective, arguments: argparse.Namespace) -> None:
+    """Print what a product takes before the first one, where that is much; what does not fit is warned of in any case."""
+    if not objective.has_model:
+        return
+    try:
+        wide = objective if arguments.dtype == "model" else objective.to(getattr(torch, arguments.dtype))
+        forecast = predicted_memory(Hessian(wide))
+    except (RuntimeError, ValueError, FlatminimaError):  # no such product of this model: the audit tells why
+        return
+    if forecast.total > _MUCH and not arguments.quiet:
+        complain(str(forecast))
 
 
 def _use_the_faster_number_of_threads(objective: Objective, threads: int) -> None:

@@ -38,6 +38,24 @@ written), 1 for an error that was not foreseen.
 """
 
 
+_VERIFY = """\
+Compare the gradient, and the products with the Hessian and the Gauss-Newton matrix, with a second way to each: differences of
+the loss, of the gradient and of the outputs, and a plain backward pass. Prints what was compared, and the memory a product takes.
+"""
+
+_VERIFY_TARGET = """\
+TARGET is as for `flatminima audit`: digits-mlp, digits-cnn or mnist-cnn (with --data), or module:function,
+which imports and RUNS THAT CODE.
+
+examples:
+  flatminima verify digits-mlp --num-examples 64
+  flatminima verify mysetup:objective --checkpoint model.safetensors
+
+exit status: 0 if all checks agree, 1 if one does not (or for an error that was not foreseen), 2 for bad usage or
+input, 130 when interrupted.
+"""
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser that complains in one line, with the nearest option."""
 
@@ -73,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
     _add_audit(commands, common)
+    _add_verify(commands, common)
     _add_measures(commands, common)
     return parser
 
@@ -110,6 +129,28 @@ def _add_audit(commands: argparse._SubParsersAction[_Parser], common: _Parser) -
     audit.set_defaults(load=_load_audit)
 
 
+def _add_verify(commands: argparse._SubParsersAction[_Parser], common: _Parser) -> None:
+    verify = commands.add_parser(
+        "verify",
+        parents=[common],
+        help="check the derivatives and curvature products of a network by a second way to each",
+        description=_VERIFY,
+        epilog=_VERIFY_TARGET,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = verify.add_argument
+    add("target", metavar="TARGET", help="a built-in network, or module:function (runs that code)")
+    add("--data", metavar="PATH", help="file or folder of MNIST, for mnist-cnn")
+    add("--checkpoint", metavar="FILE", help="trained parameters: .safetensors, or torch.save of a state dict (weights only)")
+    add("--num-examples", metavar="N", type=_positive(int), help="use the first N examples (default all)")
+    add("--seed", metavar="N", type=_seed, default=0, help="seed of training and of the directions (default %(default)s)")
+    add("--device", metavar="DEVICE", help="where to compute: cpu, cuda, … (default: where the target's model is)")
+    add("--threads", metavar="N", type=_threads, default=1, help="threads on the CPU (default %(default)s)")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    verify.set_defaults(load=_load_verify)
+
+
 def _add_measures(commands: argparse._SubParsersAction[_Parser], common: _Parser) -> None:
     measures = commands.add_parser(
         "measures",
@@ -124,6 +165,12 @@ def _add_measures(commands: argparse._SubParsersAction[_Parser], common: _Parser
 
 def _load_audit() -> Command:
     from flatminima.cli.audit import run
+
+    return run
+
+
+def _load_verify() -> Command:
+    from flatminima.cli.verify import run
 
     return run
 

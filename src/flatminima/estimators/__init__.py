@@ -11,11 +11,34 @@ Example:
     (-1.0, [3.0])
 """
 
+from flatminima.estimators.bracket import EigenvalueBracket, eigenvalue_bracket
 from flatminima.estimators.diagonal import diagonal
 from flatminima.estimators.eigenpairs import Eigenpairs, eigenpairs
 from flatminima.estimators.estimate import Estimate
 from flatminima.estimators.frobenius import frobenius_norm
 from flatminima.estimators.lanczos import lanczos
+from flatminima.estimators.logdet import logdet
+from flatminima.estimators.soft_rank import soft_rank
+from flatminima.estimators.spectral_density import SpectralDensity, spectral_density
+from flatminima.estimators.spectral_sum import spectral_sum
 from flatminima.estimators.trace import block_traces, trace
+from flatminima.estimators.volume_proxy import volume_proxy
 
-__all__ = ["Eigenpairs", "Estimate", "block_traces", "diagonal", "eigenpairs", "frobenius_norm", "lanczos", "trace"]
+__all__ = [
+    "Eigenpairs",
+    "EigenvalueBracket",
+    "Estimate",
+    "SpectralDensity",
+    "block_traces",
+    "diagonal",
+    "eigenpairs",
+    "eigenvalue_bracket",
+    "frobenius_norm",
+    "lanczos",
+    "logdet",
+    "soft_rank",
+    "spectral_density",
+    "spectral_sum",
+    "trace",
+    "volume_proxy",
+]

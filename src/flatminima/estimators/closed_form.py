@@ -15,7 +15,9 @@ from flatminima._errors import NotSupported
 from flatminima.estimators.estimate import Estimate
 from flatminima.estimators.gauss_newton_diagonal import gauss_newton_squares
 from flatminima.operators import GaussNewton, Hessian, LinearOperator
-from flatminima.operators.base import Block, Congruence, Scaled, Sum
+from flatminima.operators.composites import Block, BlockDiagonal, Congruence, Scaled, Shifted, Sum
+from flatminima.operators.low_rank import LowRank
+from flatminima.operators.sandwich import Sandwich
 
 __all__ = ["ControlVariate", "control_variate", "known_block_traces", "known_diagonal"]
 
@@ -38,15 +40,23 @@ class ControlVariate:
 def known_diagonal(A: LinearOperator) -> Estimate | None:
     """Return the exact diagonal ``(n,)``, or None where no closed form applies."""
     match A:
-        case GaussNewton():
+        case Sandwich():
             try:
                 squares, num_gradients = gauss_newton_squares(A, diagonal=True)
             except NotSupported:
                 return None
             value = torch.cat([squares[name].reshape(-1) for name in A.blocks])
-            return Estimate.exact(value, method="exact Gauss-Newton diagonal", num_gradients=num_gradients)
+            return Estimate.exact(value, method=f"exact {A.label} diagonal", num_gradients=num_gradients)
+        case LowRank():
+            return Estimate.exact(A.diagonal(), method="exact low-rank diagonal")
+        case Block() if A.direct is not None:
+            return known_diagonal(A.direct)
+        case BlockDiagonal():
+            return known_diagonal(A.inner)
         case Scaled():
             return _mapped(known_diagonal(A.inner), lambda d: A.factor * d)
+        case Shifted():
+            return _mapped(known_diagonal(A.inner), lambda d: A.shift_by + d)
         case Congruence():
             return _mapped(known_diagonal(A.inner), lambda d: A.d.square() * d)
         case Block():
@@ -67,18 +77,22 @@ def known_block_traces(A: LinearOperator) -> dict[str, Estimate] | None:
 
     The number of gradients stands with the first block, since one computation serves all.
     """
-    if isinstance(A, GaussNewton):  # traces need no per-weight squares: cheaper than the diagonal
+    if isinstance(A, Block) and A.direct is not None:
+        return known_block_traces(A.direct)
+    if isinstance(A, Sandwich):  # traces need no per-weight squares: cheaper than the diagonal
         try:
             traces, num_gradients = gauss_newton_squares(A, diagonal=False)
+            method = f"exact {A.label} trace"
         except NotSupported:
             return None
     else:
         diagonal = known_diagonal(A)
         if diagonal is None:
             return None
+        method = diagonal.method.replace("diagonal", "trace")
         traces = {name: diagonal.value[where].sum() for name, where in A.blocks.items()}
         num_gradients = diagonal.num_gradients
-    estimates = {name: Estimate.exact(value, method="exact Gauss-Newton trace") for name, value in traces.items()}
+    estimates = {name: Estimate.exact(value, method=method) for name, value in traces.items()}
     first = next(iter(estimates))
     estimates[first] = replace(estimates[first], num_gradients=num_gradients)
     return estimates
@@ -97,20 +111,16 @@ def control_variate(A: LinearOperator) -> ControlVariate | None:
 
 def _known_part(A: LinearOperator) -> LinearOperator | None:
     match A:
-        case GaussNewton():
+        case Sandwich() | LowRank():
             return A
         case Hessian():
             try:
                 return GaussNewton(A.objective.at(A.theta))
             except NotSupported:
                 return None
-        case Scaled() | Congruence() | Block():
+        case Scaled() | Shifted() | Congruence() | Block() | BlockDiagonal():
             inner = _known_part(A.inner)
-            if inner is None or inner is A.inner:
-                return None if inner is None else A
-            if isinstance(A, Scaled):
-                return Scaled(inner, A.factor)
-            return Congruence(inner, A.d) if isinstance(A, Congruence) else Block(inner, A.names)
+            return A if inner is A.inner else None if inner is None else A.with_inner(inner)
         case Sum():
             first, second = _known_part(A.inner), _known_part(A.other)
             if first is None or second is None:

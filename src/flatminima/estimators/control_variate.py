@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flatminima.estimators.closed_form import ControlVariate
 from flatminima.estimators.estimate import Estimate
+from flatminima.estimators.low_rank_part import by_cheapest_sampling, grow, sample_rest
 from flatminima.estimators.quantity import Quantity, by_probes, by_unit_vectors
 from flatminima.estimators.sampling import MIN_SAMPLES, Plan, check_finite, draw_probes, sample_mean
 from flatminima.operators.base import LinearOperator
@@ -56,6 +57,18 @@ def by_control_variate(
         reduce: From columns ``(n, b)`` that stand for diagonals to values ``(b, …)``.
         plan: When to stop.
     """
+    with variate.known.keeping_graphs():
+        return _by_residual(A, variate, known, quantity, reduce, plan)
+
+
+def _by_residual(
+    A: LinearOperator,
+    variate: ControlVariate,
+    known: Estimate,
+    quantity: Quantity,
+    reduce: Callable[[Tensor], Tensor],
+    plan: Plan,
+) -> Estimate | None:
     layers = [tuple(A.blocks[name] for name in names) for names in variate.groups]
     spent = 2 * _SWEEPS * len(layers)
     if spent > plan.budget:
@@ -68,13 +81,23 @@ def by_control_variate(
     room = plan.budget - spent
     if active and room >= 2:
         if room < 4 * _PILOT:
-            return by_probes(A, quantity, plan, spent=spent)
+            return _with_cost_of(known, by_probes(A, quantity, plan, spent=spent))
         settled = [layer for layer in layers if layer not in active]
         start = _Start(known, *residual.mean(sweeps, settled), spent + 2 * _PILOT)
         return _sample_active(residual, sweeps, active, start, quantity, is_all=not settled)
     mean, stderr = residual.mean(sweeps, layers)
     met = not active or plan.num_products is not None
     return replace(_Start(known, mean, stderr, spent).estimate(), converged=met, num_samples=_SWEEPS)
+
+
+def _with_cost_of(known: Estimate, estimate: Estimate) -> Estimate:
+    """Return an estimate that did not use the known part, which has been computed all the same."""
+    return replace(
+        estimate,
+        num_products=estimate.num_products + known.num_products,
+        num_gradients=estimate.num_gradients + known.num_gradients,
+        num_losses=estimate.num_losses + known.num_losses,
+    )
 
 
 @final
@@ -134,9 +157,14 @@ def _sample_active(
 
     best = min(samplers, key=price)
     if residual.A.size < min(price(best), plan.budget - spent):
-        return by_unit_vectors(residual.A, quantity, plan, spent=spent)
+        return _with_cost_of(start.known, by_unit_vectors(residual.A, quantity, plan, spent=spent))
     if best is plain:
-        return by_probes(residual.A, quantity, plan, spent=spent, may_switch=True)
+        return _with_cost_of(start.known, by_cheapest_sampling(residual.A, quantity, plan, spent=spent))
+    if price(best) > MIN_SAMPLES:
+        grown = grow(residual.A, quantity, plan, spent=spent, other_price=price(best))
+        if grown.part.rank and grown.price < price(best):
+            return _with_cost_of(start.known, sample_rest(residual.A, quantity, plan, grown, may_switch=True))
+        spent = grown.spent
     samples = sample_mean(
         best.draw,
         size=residual.A.size,
@@ -154,7 +182,7 @@ def _sample_active(
         stderr=(start.stderr**2 + samples.stderr**2).sqrt(),
         num_samples=samples.num_samples,
         skewness=samples.skewness,
-        num_products=estimate.num_products + samples.num_products,
+        num_products=start.known.num_products + spent + samples.num_products,
         converged=samples.converged,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ def diagonal(
     max_seconds: float | None = None,
     generator: torch.Generator | None = None,
     progress: Progress = no_progress,
+    resume: str | os.PathLike[str] | None = None,
 ) -> Estimate:
     r"""Return the diagonal of A, exactly where that is cheap and by random probes otherwise.
 
@@ -32,26 +35,31 @@ def diagonal(
 
     Unbiased, with variance Σ_{j≠i} A_ij² / m in entry i. There is no choice of probes: any other law of independent entries
     adds (E v⁴ − 1) A_ii² to it, and the terms' symmetry about A_ii, which keeps the t-intervals honest at small m, is lost.
-    ``"auto"`` goes through the same steps as in :func:`~flatminima.estimators.trace`.
+    With "hutch++" the part of A in the span of Q is known exactly and R = (I − QQᵀ) A (I − QQᵀ) is sampled: with Z = A Q,
+    d = Σ_columns Q ∘ (2 Z − Q QᵀZ) + diag R. ``"auto"`` goes through the same steps as in :func:`~flatminima.estimators.trace`.
 
     Args:
         A: Symmetric operator, shape ``(n, n)``.
-        method: "auto", "exact" (a closed form or n products, whatever the limits below) or "hutchinson" (probes only).
-        num_products: Number m of products, exactly so many where plain probes are used and at most so many otherwise.
+        method: "auto", "exact" (a closed form or n products, whatever the limits below), "hutch++" or "hutchinson" (probes only).
+        num_products: Number m of products, exactly so many where a method of probes is named and at most so many otherwise.
         rtol: ‖stderr‖ / ‖value‖ to reach, in Euclidean norms over all entries, so that small entries may have large relative
             errors; 0.02 where neither this nor ``num_products`` is given.
         max_products: Most products under ``rtol``; the estimate then has ``converged=False``.
         max_seconds: Time after which no further block of products is begun.
         generator: Source of the probes.
         progress: Told the number of products.
+        resume: A file in which the state is kept while it runs and from which a later call with the same arguments goes on, to
+            the same answer bit for bit; removed when the estimate is complete. One product more, which is not counted.
 
     Returns:
         Estimate with ``value`` and ``stderr`` of shape ``(n,)``.
 
     Raises:
-        ValueError: If ``num_products`` and ``rtol`` are both given, or an argument is out of range.
+        ValueError: If ``num_products`` and ``rtol`` are both given, an argument is out of range, or the file of ``resume`` is
+            another run's.
         TypeError: If A is not an operator.
         NonFiniteLoss: If a product is infinite or not a number.
+        CheckpointError: If the file of ``resume`` is damaged.
 
     References:
         Bekas, Kokiopoulou & Saad (2007), *An estimator for the diagonal of a matrix*.
@@ -63,7 +71,7 @@ def diagonal(
     """
     check_operator(A)
     plan = Plan.checked(num_products, rtol, max_products, max_seconds, "rademacher", generator, progress)
-    return estimate_diagonal_function(A, _DIAGONAL, method, plan)
+    return estimate_diagonal_function(A, _DIAGONAL, method, plan, resume)
 
 
 def _rows(columns: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import dataclass
 from typing import Any, final
@@ -12,18 +13,23 @@ from torch import Tensor
 
 from flatminima._checks import check_at_least, check_generator, check_one_of, check_positive
 from flatminima._progress import Progress, no_progress
+from flatminima.estimators.checkpoint import Checkpoint
 from flatminima.estimators.krylov import KrylovSpace
 from flatminima.estimators.lanczos import check_start
+from flatminima.estimators.orthogonality import length, working_dtype
 from flatminima.estimators.sampling import DEFAULT_MAX_PRODUCTS, check_finite, check_operator
-from flatminima.estimators.spectrum_search import Goal, search
+from flatminima.estimators.spectrum_search import AT_ONCE, Found, Goal, search
+from flatminima.objective.digest import digest
 from flatminima.operators.base import LinearOperator
 
 __all__ = ["Eigenpairs", "eigenpairs"]
 
-_RTOL = {torch.float32: 1e-4, torch.float64: 1e-8}
+_RTOL = {torch.float64: 1e-8}
+_DEFAULT_RTOL = 1e-4
 _BASIS_BYTES = 2**28
 _BASIS_VECTORS = 256
-_AT_ONCE = 16
+#: Products that a pair is assumed to take: where so many would reach n, the whole matrix is cheaper.
+_DENSE_PER_PAIR = 10
 
 
 @final
@@ -34,10 +40,12 @@ class Eigenpairs:
     Attributes:
         values: Shape ``(k,)``, descending.
         vectors: Orthonormal columns, shape ``(n, k)``.
-        residuals: ‖A v − λ v‖ of each pair, shape ``(k,)``, by a product made for it. An eigenvalue of A lies within this of λ.
+        residuals: ‖A v − λ v‖ of each pair, shape ``(k,)``: by a product with v, or by the recursion if that was asked for. An
+            eigenvalue of A lies within this of λ.
         converged: Whether every residual met the tolerance and the search for missed copies of eigenvalues came to its end.
         num_products: Products with A, those for the residuals included.
         rtol: The tolerance on residuals, relative to the largest |λ| found.
+        method: "lanczos", or "dense" where the whole matrix was formed.
     """
 
     values: Tensor
@@ -46,6 +54,7 @@ class Eigenpairs:
     converged: bool
     num_products: int
     rtol: float
+    method: str = "lanczos"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain Python values, ready for JSON; the vectors are left out."""
@@ -55,6 +64,7 @@ class Eigenpairs:
             "converged": self.converged,
             "num_products": self.num_products,
             "rtol": self.rtol,
+            "method": self.method,
         }
 
 
@@ -67,18 +77,24 @@ def eigenpairs(
     max_products: int | None = None,
     max_seconds: float | None = None,
     max_basis: int | None = None,
+    block_size: int = 1,
     initial: Tensor | None = None,
+    residuals: str = "products",
     generator: torch.Generator | None = None,
     progress: Progress = no_progress,
+    resume: str | os.PathLike[str] | None = None,
 ) -> Eigenpairs:
-    r"""Return k eigenpairs at an end of the spectrum by the thick-restart Lanczos method.
+    r"""Return k eigenpairs at an end of the spectrum by the thick-restart Lanczos method, or densely where n is small.
 
-    The basis is kept orthonormal by full re-orthogonalisation. One start vector sees only one copy of a multiple eigenvalue.
-    So when several pairs are asked for, or the start was given, a random vector orthogonal to all that was found is followed
-    until a missed eigenvalue beyond the k-th would have shown: a direction that it holds with weight 1/√n outgrows the rest
-    of the spectrum, as Chebyshev polynomials say, after arccosh(10 √n) / arccosh(1 + 2γ) steps, γ the relative gap. This
-    is repeated until nothing new comes up. It takes at most as many steps as the first search took, or as γ = 1/1000 asks for
-    if that is more, unless copies *are* found. One pair per end from a random start needs no such check.
+    The whole matrix is formed by n products, and decomposed in float64, where n ≤ 10 times the number of pairs and neither
+    ``initial`` nor a smaller ``max_basis``, ``max_products`` or ``max_seconds`` says otherwise.
+
+    Otherwise a Krylov space is built from random directions and kept orthonormal by full re-orthogonalisation. One start
+    vector sees only one copy of a multiple eigenvalue. So once all pairs have converged, a random vector orthogonal to the
+    space is followed until any further eigenvalue that would change the wanted ones by more than twice the tolerance would
+    have shown, but for a probability of 1 %; this takes a few products more, and is repeated until nothing new comes up
+    (:mod:`~flatminima.estimators.missed_copies`). It ends at the latest after as many steps as the first search took. No check
+    is needed for one pair per end from a random start, or where no value was found as often as there were random starts.
 
     Memory: ``max_basis`` vectors of length n (and as many as are kept for a moment at a restart); each step costs 4 n m
     operations for the orthogonality, m the vectors at hand.
@@ -88,24 +104,34 @@ def eigenpairs(
         k: Number of pairs, 1 … n.
         which: "LA" largest algebraic, "SA" smallest algebraic, "LM" largest magnitude, "BE" the k largest *and* the k smallest
             from one Krylov space (all n values where 2k ≥ n).
-        rtol: Residual to reach, relative to the largest |λ| found; 1e-8 in float64 and 1e-4 in float32 by default. The error
+        rtol: Residual to reach, relative to the largest |λ| found; 1e-8 in float64 and 1e-4 otherwise by default. The error
             of an isolated eigenvalue is of the order of the residual's square.
         max_products: Most products, at least twice the number of pairs; by default 10 n, but at most
             1000 and 20 for each pair.
         max_seconds: Time after which no further step is taken.
         max_basis: Most basis vectors, beyond which the space is cut back to its best half. By default what fits 256 MiB, at
             most 256, and at least twice the number of pairs and 16.
-        initial: Start vector ``(n,)``, or several ``(n, p)``, such as the vectors of an earlier call.
-        generator: Source of the random start vectors.
+        block_size: Number of start vectors, and of vectors that are multiplied at once in each step. More take more products
+            in all; it pays where A multiplies several vectors for less than as many single ones.
+        initial: Vector ``(n,)`` near the wanted eigenvectors, or several ``(n, p)``, such as the vectors of an earlier call. The
+            search starts from a random combination of them: p products and a check, where they are eigenvectors already.
+        residuals: "products" makes one with each vector in the end, all at once. "recursion" takes the residuals from the
+            recursion and makes one product with a random combination Σ ε_i v_i of all vectors; that by which its residual
+            differs from Σ ε_i r_i is added. It finds any rounding or asymmetry of A's products, and saves k − 1 of them.
+        generator: Source of the random vectors.
         progress: Told the number of products.
+        resume: A file in which the state is kept while it runs and from which a later call with the same arguments goes on; it
+            is removed when the pairs are found.
 
     Returns:
-        Eigenpairs in A's dtype, largest first whatever ``which`` says. ``converged=False`` where a limit ended the search.
+        Eigenpairs in A's dtype, but at least float32; largest first whatever ``which`` says. ``converged=False`` where a limit
+        ended the search.
 
     Raises:
-        ValueError: If an argument is out of range or does not fit A.
+        ValueError: If an argument is out of range or does not fit A, or ``resume`` is the file of another run.
         TypeError: If A is not an operator, or an argument has the wrong type.
         NonFiniteLoss: If a product is infinite or not a number.
+        CheckpointError: If the file to resume from is damaged.
 
     References:
         Wu & Simon (2000), *Thick-restart Lanczos method for large symmetric eigenvalue problems*; Kuczyński & Woźniakowski
@@ -122,33 +148,106 @@ def eigenpairs(
     if k > A.size:
         raise ValueError(f"`k` must be at most {A.size} (a matrix of {A.size} rows has no more eigenvalues). Got {k}.")
     check_one_of("which", which, ("LA", "SA", "LM", "BE"))
+    check_one_of("residuals", residuals, ("products", "recursion"))
     check_generator(generator)
     num_pairs = min(2 * k, A.size) if which == "BE" else k
-    tolerance = _RTOL.get(A.dtype, 1e-4) if rtol is None else check_positive("rtol", rtol)
+    tolerance = _RTOL.get(A.dtype, _DEFAULT_RTOL) if rtol is None else check_positive("rtol", rtol)
     seconds = math.inf if max_seconds is None else check_positive("max_seconds", max_seconds)
     budget = _product_limit(A, num_pairs, max_products)
-    space = KrylovSpace(A, _basis_limit(A, num_pairs, max_basis), generator)
-    for v in _starts(A, initial):
-        space.start(v)
-    if not space.chains:
-        space.start()
-    goal = Goal(which, k, num_pairs, tolerance, budget - num_pairs, time.monotonic() + seconds, progress)
-    S, is_complete = search(space, goal, is_random=initial is None)
-    return _finish(A, space, S, tolerance, is_complete)
+    basis = _basis_limit(A, num_pairs, max_basis)
+    width = min(check_at_least("block_size", block_size, 1), A.size)
+    starts = _starts(A, initial)
+    goal = Goal(
+        which,
+        k,
+        num_pairs,
+        tolerance,
+        width,
+        width if initial is None else None,
+        budget - num_pairs,
+        time.monotonic() + seconds,
+        progress,
+    )
+    is_limited = max_seconds is not None or initial is not None or (max_basis is not None and max_basis < A.size)
+    is_small = _DENSE_PER_PAIR * num_pairs >= A.size and 8 * A.size**2 <= _BASIS_BYTES
+    if is_small and not is_limited and budget >= A.size:
+        return _dense(A, goal)
+    settings = {"estimator": "eigenpairs", "k": k, "which": which, "rtol": tolerance, "max_products": budget}
+    settings |= {
+        "max_basis": basis,
+        "block_size": width,
+        "residuals": residuals,
+        "initial": None if starts is None else digest([starts]),
+    }
+    with A.keeping_graphs(), Checkpoint.open(resume, A, settings, generator) as checkpoint:
+        space = KrylovSpace(A, basis, generator)
+        if checkpoint.load("search") is None:
+            _begin(space, starts, width)
+        finish = _finish if residuals == "products" else _finish_by_recursion
+        return finish(space, search(space, goal, checkpoint, starts), tolerance)
 
 
-def _finish(A: LinearOperator, space: KrylovSpace, S: Tensor, rtol: float, is_complete: bool) -> Eigenpairs:
-    X = space.vectors(S)
+def _begin(space: KrylovSpace, starts: Tensor | None, width: int) -> None:
+    """Start as many chains as a block has vectors: random combinations of the given ones, then random ones."""
+    given = [] if starts is None else [starts] * min(width, len(starts))
+    for starts in given:
+        combination = space.random_signs(len(starts)).to(starts) @ starts
+        space.start(combination if float(combination.abs().max()) > 0 else starts[0])
+    while len(space.chains) < width and space.start() is not None:
+        pass
+
+
+def _dense(A: LinearOperator, goal: Goal) -> Eigenpairs:
+    with A.keeping_graphs():
+        M = check_finite(A.to_dense())
+    goal.progress(A.size, A.size, "eigenpairs: dense")
+    M = M.to("cpu", torch.float64)
+    values, vectors = torch.linalg.eigh((M + M.T) / 2)
+    wanted = goal.ranking(values)[: goal.num_pairs].sort(descending=True).values
+    dtype = working_dtype(A.dtype)
+    values, X = values[wanted].to(A.device, dtype), vectors[:, wanted].to(dtype)
+    residuals = torch.linalg.vector_norm(M @ X.double() - X.double() * values.to(M), dim=0).to(values)
+    return Eigenpairs(values, X.to(A.device), residuals, True, A.size, goal.rtol, "dense")
+
+
+def _finish(space: KrylovSpace, found: Found, rtol: float) -> Eigenpairs:
+    A = space.A
+    X = space.vectors(found.S)
     X = X / torch.linalg.vector_norm(X, dim=0)
-    AX = torch.cat([check_finite(A @ some) for some in X.split(_AT_ONCE, dim=1)], dim=1)
+    num_products = space.num_products
+    if found.images is not None:
+        AX = found.images.T @ found.S.to(X)
+    else:
+        AX = torch.cat([check_finite(A @ some) for some in X.to(A.dtype).split(AT_ONCE, dim=1)], dim=1).to(X)
+        num_products += X.shape[1]
     values = (X * AX).sum(0, dtype=torch.float64)
+    residuals = torch.linalg.vector_norm(AX - X * values.to(X), dim=0, dtype=torch.float64)
+    return _result(space, values, X, residuals, num_products, found, rtol)
+
+
+def _finish_by_recursion(space: KrylovSpace, found: Found, rtol: float) -> Eigenpairs:
+    if found.images is not None:
+        return _finish(space, found, rtol)
+    values, signs = space.rayleigh(found.S), space.random_signs(found.S.shape[1])
+    combined = (found.S @ signs)[:, None] / len(signs) ** 0.5
+    product = check_finite(space.A @ space.vectors(combined).to(space.A.dtype)).to(space.dtype)
+    expected = space.image(combined)
+    deviation = length((product - expected)[:, 0]) * len(signs) ** 0.5
+    residuals = (space.residuals(found.S) ** 2 + deviation**2).sqrt()
+    X = space.vectors(found.S)
+    return _result(space, values, X / torch.linalg.vector_norm(X, dim=0), residuals, space.num_products + 1, found, rtol)
+
+
+def _result(
+    space: KrylovSpace, values: Tensor, X: Tensor, residuals: Tensor, num_products: int, found: Found, rtol: float
+) -> Eigenpairs:
+    """Return the pairs in order; values and residuals are float64."""
     order = values.argsort(descending=True)
-    values, X, AX = values[order].to(A.dtype), X[:, order], AX[:, order]
-    residuals = torch.linalg.vector_norm(AX - X * values, dim=0, dtype=torch.float64).to(A.dtype)
+    values, X, residuals = values[order].to(X), X[:, order.to(X.device)], residuals[order].to(X)
     # the recursion's residuals met the tolerance; the true ones may differ by rounding
-    allowed = (rtol + 1e2 * torch.finfo(A.dtype).eps) * float(space.ritz()[0].abs().max())
-    converged = is_complete and float(residuals.max()) <= allowed
-    return Eigenpairs(values, X, residuals, converged, space.num_products + X.shape[1], rtol)
+    allowed = (rtol + 1e2 * torch.finfo(space.A.dtype).eps) * space.largest_ritz()
+    converged = found.is_met and float(residuals.max()) <= allowed
+    return Eigenpairs(values, X, residuals, converged, num_products, rtol)
 
 
 def _product_limit(A: LinearOperator, num_pairs: int, max_products: int | None) -> int:
@@ -162,15 +261,16 @@ def _basis_limit(A: LinearOperator, num_pairs: int, max_basis: int | None) -> in
     if max_basis is not None:
         fewest = min(num_pairs + 2, A.size)
         return min(check_at_least("max_basis", max_basis, fewest, "the pairs, and two vectors to improve them"), A.size)
-    fitting = _BASIS_BYTES // (A.size * torch.finfo(A.dtype).bits // 8)
+    fitting = _BASIS_BYTES // (A.size * working_dtype(A.dtype).itemsize)
     return min(A.size, max(2 * num_pairs + 16, min(fitting, _BASIS_VECTORS)))
 
 
-def _starts(A: LinearOperator, initial: Tensor | None) -> list[Tensor]:
+def _starts(A: LinearOperator, initial: Tensor | None) -> Tensor | None:
+    """Return the given vectors as unit rows ``(p, n)``."""
     if initial is None:
-        return []
+        return None
     if not isinstance(initial, Tensor) or initial.ndim not in (1, 2) or initial.shape[0] != A.size or not initial.numel():
         got = tuple(initial.shape) if isinstance(initial, Tensor) else type(initial).__name__
         raise ValueError(f"`initial` must be a tensor of shape ({A.size},) or ({A.size}, p). Got {got}.")
-    columns = initial.detach().to(A.device, A.dtype).reshape(A.size, -1)
-    return [check_start("initial", column) for column in columns.T]
+    columns = initial.detach().to(A.device, working_dtype(A.dtype)).reshape(A.size, -1)
+    return torch.stack([check_start("initial", column) for column in columns.T])

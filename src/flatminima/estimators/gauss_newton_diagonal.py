@@ -1,4 +1,4 @@
-r"""The exact diagonal and block traces of the Gauss–Newton matrix, without probes.
+r"""The exact diagonal and block traces of a matrix Jᵀ Λ J (Gauss–Newton, Fisher, empirical Fisher), without probes.
 
 With Λ = Σ_c Σ_b σ_cb s_cb s_cbᵀ, each column s_cb within one row b of the outputs, G_pp = (1/T) Σ_c Σ_b σ_cb (g_cb)_p² for the
 gradients g_cb = ∂(s_cbᵀ o_b)/∂θ (Ibayashi et al. 2021, Prop. 1, in its general form). Per-layer rules get the squares for all
@@ -14,7 +14,7 @@ if each g_cb is what it stands for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any, final
 
@@ -26,8 +26,9 @@ from flatminima.estimators.layer_squares import LayerRule, rule_for
 from flatminima.objective import Evaluation
 from flatminima.objective.batches import batch_size, rows
 from flatminima.objective.dependence import tolerance
-from flatminima.operators import GaussNewton
-from flatminima.operators.output_hessian import check_outputs, num_columns, output_factor, output_product
+from flatminima.operators.middle_factor import Columns, MiddleFactor, by_row
+from flatminima.operators.output_hessian import check_outputs
+from flatminima.operators.sandwich import Sandwich
 from flatminima.params import clean_name
 
 __all__ = ["gauss_newton_squares"]
@@ -36,18 +37,13 @@ __all__ = ["gauss_newton_squares"]
 MAX_COLUMNS = 1024
 #: Most numbers in the columns that are held at a time.
 _MOST_HELD = 2**24
-#: Losses whose columns cost nothing to form again; they are sums over rows.
-_CLOSED_FORMS = ("cross_entropy", "nll", "mse", "bce_with_logits")
-
-#: Gives pairs of a column ``(batch, …)`` and its signs ``(batch,)``.
-_Columns = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
 
-def gauss_newton_squares(G: GaussNewton, *, diagonal: bool) -> tuple[dict[str, Tensor], int]:
+def gauss_newton_squares(G: Sandwich, *, diagonal: bool) -> tuple[dict[str, Tensor], int]:
     """Return the exact diagonal, or the exact trace, of every parameter's block of G.
 
     Args:
-        G: The Gauss–Newton matrix.
+        G: The Gauss–Newton matrix, or another with a middle factor that acts on outputs.
         diagonal: Whether to return entries in the parameter's shape, or their sum ``()``.
 
     Returns:
@@ -57,16 +53,15 @@ def gauss_newton_squares(G: GaussNewton, *, diagonal: bool) -> tuple[dict[str, T
         NotSupported: If an example needs more than MAX_COLUMNS columns; if the loss couples examples (a contrastive one) or has
             no second derivative; if the model couples them (train-mode BatchNorm) in parameters outside a layer with a rule.
     """
-    objective = G.objective
     computation = _Computation(G, diagonal)
     with computation.hooked():
-        flat = objective.integrate(computation.batch, G.theta)
-    sizes = {name: shape if diagonal else torch.Size() for name, shape in objective.space.shapes.items()}
+        flat = G.objective.integrate(computation.batch, G.theta)
+    sizes = {name: shape if diagonal else torch.Size() for name, shape in G.space.shapes.items()}
     parts = flat.split([size.numel() for size in sizes.values()])
     squares = {name: part.reshape(size) for (name, size), part in zip(sizes.items(), parts, strict=True)}
-    if objective.l2:
-        for name, shape in objective.space.shapes.items():
-            squares[name] = squares[name] + objective.l2 * (1 if diagonal else shape.numel())
+    if G.l2:
+        for name, shape in G.space.shapes.items():
+            squares[name] = squares[name] + G.l2 * (1 if diagonal else shape.numel())
     return squares, computation.num_columns + 1
 
 
@@ -74,9 +69,9 @@ def gauss_newton_squares(G: GaussNewton, *, diagonal: bool) -> tuple[dict[str, T
 class _Computation:
     """One run over the data: layers are watched by hooks, columns are sent back through them."""
 
-    def __init__(self, G: GaussNewton, diagonal: bool) -> None:
-        self.objective, self.diagonal, self.dtype = G.objective, diagonal, G.dtype
-        self.evaluator = G.objective.model_evaluator("The exact diagonal")
+    def __init__(self, G: Sandwich, diagonal: bool) -> None:
+        self.space, self.diagonal, self.dtype = G.space, diagonal, G.dtype
+        self.evaluator, self.middle_factors = G.evaluator, G.middle_factors()
         self.num_columns = 0
         self.calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.rules: dict[str, LayerRule] = {}
@@ -104,22 +99,24 @@ class _Computation:
         """Return one batch's squares as one flat vector over all parameters."""
         calls, self.calls = self.calls, {}
         outputs = check_outputs(self.evaluator.loss, evaluation.outputs)
-        width = num_columns(self.evaluator.loss, outputs)
-        self.num_columns = max(self.num_columns, width)
-        if width > MAX_COLUMNS:
-            raise NotSupported(f"An exact diagonal needs {width} backward passes here, more than {MAX_COLUMNS}.")
-        if not outputs.requires_grad or width == 0:
-            return torch.zeros(self._flat_size(), dtype=self.dtype, device=outputs.device)
-        columns = self._columns(evaluation, outputs.detach())
-        squares = self._by_rules(columns, outputs, leaves, calls)
-        others = {name: leaf for name, leaf in leaves.items() if name not in squares}
+        with _named_refusals():
+            middle = self.middle_factors(evaluation, outputs.detach())
+            self.num_columns = max(self.num_columns, middle.num_columns)
+            if middle.num_columns > MAX_COLUMNS:
+                raise NotSupported(f"An exact diagonal needs {middle.num_columns} backward passes here, more than {MAX_COLUMNS}.")
+            if not outputs.requires_grad or middle.num_columns == 0:
+                return torch.zeros(self._flat_size(), dtype=self.dtype, device=outputs.device)
+            columns = _checked_columns(middle, outputs.detach())
+        own = {name: leaves[name] for name in self.space.names}
+        squares = self._by_rules(columns, outputs, own, calls)
+        others = {name: leaf for name, leaf in own.items() if name not in squares}
         if others:
             squares |= self._per_example(evaluation, columns, outputs, leaves, others)
-        return torch.cat([squares[name].reshape(-1).to(self.dtype) for name in self.objective.space.names])
+        return torch.cat([squares[name].reshape(-1).to(self.dtype) for name in self.space.names])
 
     def _by_rules(
         self,
-        columns: _Columns,
+        columns: Columns,
         outputs: Tensor,
         leaves: Mapping[str, Tensor],
         calls: Mapping[str, list[tuple[Tensor, Tensor]]],
@@ -138,7 +135,7 @@ class _Computation:
                 deltas = torch.autograd.grad(outputs, targets, column, retain_graph=True, materialize_grads=True)
                 for layer, total, delta in zip(sums, mixed, (delta.to(self.dtype) for delta in deltas), strict=True):
                     layer.add(delta, signs.to(self.dtype))
-                    total.addcmul_(delta, _by_row(weights, delta))
+                    total.addcmul_(delta, by_row(weights, delta))
         expected = mixture.gradients(outputs, leaves)
         squares = {name: self._zero(leaf) for name, leaf in leaves.items() if name not in expected}
         for name, layer, total in zip(usable, sums, mixed, strict=True):
@@ -159,7 +156,7 @@ class _Computation:
     def _per_example(
         self,
         evaluation: Evaluation,
-        columns: _Columns,
+        columns: Columns,
         outputs: Tensor,
         leaves: Mapping[str, Tensor],
         wanted: Mapping[str, Tensor],
@@ -206,38 +203,18 @@ class _Computation:
             raise _coupled()
         return alone
 
-    def _columns(self, evaluation: Evaluation, outputs: Tensor) -> _Columns:
-        """Return what gives the columns of Λ and their signs, any number of times."""
-
-        def factor() -> Iterator[tuple[Tensor, Tensor]]:
-            return output_factor(self.evaluator, evaluation, outputs)
-
-        try:
-            columns = factor()
-            if self.evaluator.loss.name in _CLOSED_FORMS:
-                return factor
-            held = list(columns)  # eigenvectors, which are formed all at a time anyway
-            _check_columns(held, output_product(self.evaluator, evaluation, outputs), outputs)
-            return lambda: iter(held)
-        except ValueError as error:
-            raise NotSupported(str(error)) from error
-        except RuntimeError as error:  # torch has no second derivative, or one that is not finite, so that eigh fails
-            if "not implemented" not in str(error) and "eigh" not in str(error):
-                raise
-            raise NotSupported(f"The loss has no curvature in the outputs here: {first_line(error)}") from error
-
     def _parameters(self, name: str, module: nn.Module | None = None) -> dict[str, str]:
         """Return the selected parameters that a module owns: short name -> full name."""
         module = module or self.evaluator.model.get_submodule(name)
         prefix = f"{name}." if name else ""
         full = {short: clean_name(prefix + short) for short, p in module.named_parameters(recurse=False) if p is not None}
-        return {short: long for short, long in full.items() if long in self.objective.space.shapes}
+        return {short: long for short, long in full.items() if long in self.space.shapes}
 
     def _zero(self, leaf: Tensor) -> Tensor:
         return torch.zeros_like(leaf) if self.diagonal else leaf.new_zeros(())
 
     def _flat_size(self) -> int:
-        return self.objective.space.size if self.diagonal else len(self.objective.space.names)
+        return self.space.size if self.diagonal else len(self.space.names)
 
 
 @final
@@ -251,7 +228,7 @@ class _Mixture:
     def add(self, column: Tensor) -> Tensor:
         """Add a column, and return its weights ``(batch,)``."""
         weights = torch.empty(len(column), dtype=column.dtype, device=column.device).normal_(generator=self._generator)
-        self.column.addcmul_(column, _by_row(weights, column))
+        self.column.addcmul_(column, by_row(weights, column))
         return weights
 
     def gradients(self, outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -272,6 +249,28 @@ class _Mixture:
         return True
 
 
+@contextmanager
+def _named_refusals() -> Iterator[None]:
+    """Say what a loss lacks whose middle factor cannot be formed, or not column by column."""
+    try:
+        yield
+    except ValueError as error:
+        raise NotSupported(str(error)) from error
+    except RuntimeError as error:  # torch has no second derivative, or one that is not finite, so that eigh fails
+        if "not implemented" not in str(error) and "eigh" not in str(error):
+            raise
+        raise NotSupported(f"The loss has no curvature in the outputs here: {first_line(error)}") from error
+
+
+def _checked_columns(middle: MiddleFactor, outputs: Tensor) -> Columns:
+    """Return what gives the columns of Λ and their signs, any number of times."""
+    if middle.has_exact_columns:
+        return middle.columns
+    held = list(middle.columns())  # eigenvectors, which are formed all at a time anyway
+    _check_columns(held, middle.product, outputs)
+    return lambda: iter(held)
+
+
 def _check_columns(columns: Sequence[tuple[Tensor, Tensor]], product: Callable[[Tensor], Tensor], outputs: Tensor) -> None:
     """Refuse a loss that couples examples: Σ_cb σ_cb s_cb s_cbᵀ must be the operator's Λ on a random vector.
 
@@ -282,16 +281,11 @@ def _check_columns(columns: Sequence[tuple[Tensor, Tensor]], product: Callable[[
     u = common + own
     found = torch.zeros_like(u)
     for column, signs in columns:
-        found += column * _by_row(signs * (column * u).reshape(len(u), -1).sum(1), column)
+        found += column * by_row(signs * (column * u).reshape(len(u), -1).sum(1), column)
     expected = product(u)
     rounding = _norm(product(3 * u) / 3 - expected)  # large beside the curvature of a loss near 0
     if not _norm(found - expected) <= min(1e4 * torch.finfo(u.dtype).eps, 0.1) * _norm(expected) + 1e2 * rounding:
         raise NotSupported("The loss couples examples: its Hessian in the outputs has no factor within one example.")
-
-
-def _by_row(weights: Tensor, like: Tensor) -> Tensor:
-    """Return weights ``(batch,)`` in a form that multiplies ``(batch, …)``."""
-    return weights.reshape(-1, *[1] * (like.ndim - 1)).to(like.dtype)
 
 
 def _norm(gradient: Tensor) -> float:

@@ -5,20 +5,32 @@ With several start vectors, restarts and breakdowns the three-term recursion no 
     A V = V T + Q C
 
 with orthonormal [V, Q]. V is the basis, T = Vᵀ A V; the columns of Q are the *candidates*, directions in which A leaves the
-space, and C says how strongly. A step moves one candidate q from Q into V and puts the new part of A q into Q in its place. A
-thick restart rotates V to its Ritz vectors and drops some; Q stays (Wu & Simon 2000). A fresh random direction is a candidate
-with a zero row in C. What A leads out of a Ritz vector V s is Q C s, whose length is the residual.
+space, and C says how strongly. A step moves one candidate q from Q into V, or several at once, and puts the new part of A q
+into Q in its place. A thick restart rotates V to its Ritz vectors and drops some; Q stays (Wu & Simon 2000). A fresh random
+direction is a candidate with a zero row in C. What A leads out of a Ritz vector V s is Q C s, whose length is the residual.
+
+By symmetry Vᵀ A q is known before the product: it is q's row of C. This part is taken away first. What the pass over all of V
+then finds is rounding, and one pass suffices where plain Gram–Schmidt takes two.
 """
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from flatminima.estimators.lanczos import BREAKDOWN, length, orthogonalise
-from flatminima.estimators.sampling import check_finite
+from flatminima.estimators.orthogonality import (
+    breakdown_tolerance,
+    checked_lengths,
+    length,
+    lengths,
+    minus,
+    orthogonalise,
+    remainder,
+    working_dtype,
+)
 from flatminima.operators.base import LinearOperator
 
 __all__ = ["KrylovSpace"]
@@ -26,7 +38,7 @@ __all__ = ["KrylovSpace"]
 
 @final
 class KrylovSpace:
-    """The identity A V = V T + Q C, kept up step by step. T and C live on the CPU in float64."""
+    """The identity A V = V T + Q C, kept up step by step. V and Q are at least float32; T and C are float64 on the CPU."""
 
     def __init__(self, A: LinearOperator, max_dimension: int, generator: torch.Generator | None) -> None:
         self.A = A
@@ -34,19 +46,21 @@ class KrylovSpace:
         self.max_dimension = max_dimension
         self.dimension = 0
         self.num_products = 0
-        self._rows = torch.empty(max_dimension, A.size, dtype=A.dtype, device=A.device)  # Vᵀ
+        self.dtype = working_dtype(A.dtype)
+        self._rows = self._new_rows()  # Vᵀ
         self._T = torch.zeros(max_dimension, max_dimension, dtype=torch.float64)
         self._scale = 0.0
-        self._rounding = BREAKDOWN * torch.finfo(A.dtype).eps
+        self._rounding = breakdown_tolerance(A.dtype)
         # by chain: a candidate's successors keep the number of the start vector
-        self._candidates: dict[int, Tensor] = {}
-        self._couplings: dict[int, Tensor] = {}
+        self._labels: list[int] = []
+        self._Q = self._rows[:0]
+        self._C = self._T[:0]
         self._num_chains = 0
 
     @property
     def chains(self) -> tuple[int, ...]:
         """Numbers of the chains that can be expanded, oldest first."""
-        return tuple(self._candidates)
+        return tuple(self._labels)
 
     @property
     def is_full(self) -> bool:
@@ -61,32 +75,62 @@ class KrylovSpace:
         """
         if self.is_full:
             return None
-        w = self._random_direction() if v is None else v
+        w = self._random_direction() if v is None else v.to(self.dtype)
         for _ in range(2):  # once more at its new length: w may lie almost in the basis
             w = w / length(w)
             w = orthogonalise(w, self._rows[: self.dimension])[0]
-            if length(w) <= 1e2 * self._rounding:
+            if length(w) <= 1e2 * breakdown_tolerance(self.dtype):
                 return None if v is not None else self.start()
         self._num_chains += 1
         self._follow(self._num_chains, w / length(w), self._rounding)
         return self._num_chains
 
-    def expand(self, chain: int) -> None:
-        """Take the chain's candidate into the basis; one product. The chain ends if A leads nowhere new."""
-        m = self.dimension
-        self._rows[m] = self._candidates.pop(chain)
-        del self._couplings[chain]
-        self.dimension = m + 1
-        w = check_finite(self.A @ self._rows[m])
-        self.num_products += 1
-        self._scale = max(self._scale, length(w))
-        w, inside = orthogonalise(w, self._rows[: m + 1])
-        column = inside.to("cpu", torch.float64)
-        self._T[m, : m + 1] = column
-        self._T[: m + 1, m] = column
-        leaving = self._follow(chain, w, self._rounding * self._scale)
-        if chain in self._couplings:
-            self._couplings[chain][m] += leaving
+    def expand(self, chains: Sequence[int]) -> Tensor:
+        """Take the chains' candidates into the basis; one product each, made at once. A chain ends if A leads nowhere new.
+
+        Returns:
+            The products, as rows ``(p, n)``.
+        """
+        m, p = self.dimension, len(chains)
+        picks = [self._labels.index(chain) for chain in chains]
+        others = [i for i in range(len(self._labels)) if i not in picks]
+        known = self._C[picks, :m]
+        self._rows[m : m + p] = self._Q[picks]
+        self._labels, self._Q, self._C = [self._labels[i] for i in others], self._Q[others], self._C[others]
+        self.dimension = m + p
+        W = self._products(self._rows[m : m + p])
+        self._scale = max(self._scale, *checked_lengths(W))
+        outside, inside = self._outside(W, known)
+        inside[:, m:] = (inside[:, m:] + inside[:, m:].T) / 2
+        self._T[m : m + p, : m + p] = inside
+        self._T[: m + p, m : m + p] = inside.T
+        for i, chain in enumerate(chains):
+            leaving = self._follow(chain, outside[i], self._rounding * self._scale)
+            if chain in self._labels:
+                self._C[self._labels.index(chain), m + i] += leaving
+        return W
+
+    def _products(self, rows: Tensor) -> Tensor:
+        """Return A times the rows ``(p, n)``, as rows."""
+        vectors = rows.to(self.A.dtype)
+        W = (self.A @ vectors[0])[None] if len(rows) == 1 else (self.A @ vectors.T).T
+        self.num_products += len(rows)
+        return W.to(self.dtype).contiguous()
+
+    def _outside(self, W: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what of W = A q, rows ``(p, n)``, lies outside the basis, whose last p rows are q, and W Vᵀ ``(p, m + p)``."""
+        m, p = known.shape[1], known.shape[0]
+        support = known.abs().amax(0).nonzero()
+        first = int(support[0]) if support.numel() else m  # of the recursion's p last vectors, or all right after a restart
+        near = self._rows[first : m + p]
+        own = torch.stack([(W * q).sum(1) for q in self._rows[m : m + p]], dim=1)
+        expected = torch.cat([known[:, first:].to(own), own], dim=1)
+        W = minus(W, expected, near)
+        W, rest = remainder(W, self._rows[: m + p], lengths(W))
+        inside = rest.to("cpu", torch.float64)
+        inside[:, :m] += known
+        inside[:, m:] += own.to("cpu", torch.float64)
+        return W, inside
 
     def _follow(self, chain: int, w: Tensor, tolerance: float) -> float:
         """Make w ``(n,)``, orthogonal to V, the direction of the chain's candidate, and return its length.
@@ -94,26 +138,25 @@ class KrylovSpace:
         The other candidates are turned within the span of all, which leaves Q C as it is. If w were only cleared of them
         instead, the chain would never see what they hide.
         """
-        if self.is_full or length(w) <= tolerance:
+        size = length(w)
+        if self.is_full or size <= tolerance:
             return 0.0
-        labels = list(self._candidates)
-        Q = torch.stack([self._candidates[label] for label in labels]) if labels else self._rows[:0]
-        C = torch.stack([self._couplings[label] for label in labels]) if labels else self._T[:0]
-        new, across = orthogonalise(w, Q)
+        new_row = self._C.new_zeros(1, self.max_dimension)
+        if not self._labels:
+            self._labels, self._Q, self._C = [chain], (w / size)[None], new_row
+            return size
+        new, across = orthogonalise(w, self._Q)
         c = across.to("cpu", torch.float64)
         beyond = length(new)
+        labels, Q, C = self._labels, self._Q, self._C
         if beyond > tolerance and self.dimension + len(labels) < self.A.size:
-            Q = torch.cat([Q, self._cleared(new / beyond, Q)[None]])
-            C = torch.cat([C, C.new_zeros(1, C.shape[1])])
+            Q, C = torch.cat([Q, self._cleared(new / beyond)[None]]), torch.cat([C, new_row])
             c = torch.cat([c, c.new_tensor([beyond])])
         else:
-            del labels[0]  # w adds no dimension: one of the others becomes this chain's
-        turn = _reflection(c)
-        Q, C = turn.to(Q) @ Q, turn @ C
-        names = [*labels, chain]
-        self._candidates = dict(zip(names, Q, strict=True))
-        self._couplings = dict(zip(names, C, strict=True))
-        return length(c)
+            labels = labels[1:]  # w adds no dimension: one of the others becomes this chain's
+        self._labels = [*labels, chain]
+        self._Q, self._C = _turned(c, Q, C)
+        return float(torch.linalg.vector_norm(c))
 
     def ritz(self) -> tuple[Tensor, Tensor]:
         """Return T's eigenvalues ``(m,)``, ascending, and its eigenvectors S ``(m, m)``, in float64."""
@@ -121,49 +164,112 @@ class KrylovSpace:
         values, vectors = torch.linalg.eigh(self._T[:m, :m])
         return values, vectors
 
-    def leaving(self, S: Tensor) -> dict[int, Tensor]:
-        """Return by chain how far A leads the vectors V S out of the space in its candidate's direction, each ``(k,)``."""
-        return {chain: (row[: self.dimension] @ S).abs() for chain, row in self._couplings.items()}
+    def leaving(self, S: Tensor) -> Tensor:
+        """Return how far A leads the vectors V S out of the space, C S ``(p, k)``: a row for each of :attr:`chains`."""
+        leaving: Tensor = self._C[:, : self.dimension] @ S
+        return leaving
 
     def residuals(self, S: Tensor) -> Tensor:
         """Return the lengths ``(k,)`` of A V s − θ V s for Ritz vectors, without a product."""
-        total = torch.zeros(S.shape[1], dtype=torch.float64)
-        for part in self.leaving(S).values():
-            total += part**2
-        return total.sqrt()
+        sizes: Tensor = torch.linalg.vector_norm(self.leaving(S), dim=0)
+        return sizes
+
+    def rayleigh(self, S: Tensor) -> Tensor:
+        """Return the Rayleigh quotients ``(k,)`` of the vectors V S, for S with orthonormal columns."""
+        m = S.shape[0]
+        quotients: Tensor = (S * (self._T[:m, :m] @ S)).sum(0)
+        return quotients
+
+    def largest_ritz(self) -> float:
+        """Return the largest magnitude of T's eigenvalues."""
+        return float(self.ritz()[0].abs().max())
+
+    def image(self, S: Tensor) -> Tensor:
+        """Return A V S ``(n, k)`` without a product: V T S + Q C S."""
+        m = self.dimension
+        outside = self.leaving(S).to(self._Q)
+        return self.vectors(self._T[:m, :m] @ S) + (outside.T @ self._Q).T
+
+    def random_signs(self, count: int) -> Tensor:
+        """Return ``count`` random signs, float64 on the CPU."""
+        device = self.A.device if self.generator is None else self.generator.device
+        return torch.randint(2, (count,), generator=self.generator, device=device).to("cpu", torch.float64) * 2 - 1
+
+    def recursion(self, chain: int) -> tuple[float, float]:
+        """Return of a chain's newest step α = vᵀ A v and β, the length of what A v has outside the basis (0 at its end)."""
+        last = self.dimension - 1
+        beta = float(self._C[self._labels.index(chain), last]) if chain in self._labels else 0.0
+        return float(self._T[last, last]), beta
 
     def vectors(self, S: Tensor) -> Tensor:
-        """Return V S, shape ``(n, k)``."""
-        return (S.T.to(self._rows) @ self._rows[: self.dimension]).T
+        """Return V S, shape ``(n, k)``, for coefficients in the first basis vectors ``(m, k)``."""
+        return (S.T.to(self._rows) @ self._rows[: S.shape[0]]).T
+
+    def distance(self, v: Tensor) -> float:
+        """Return the distance of v ``(n,)`` from the space."""
+        return length(orthogonalise(v, self._rows[: self.dimension])[0])
 
     def restart(self, values: Tensor, S: Tensor) -> None:
         """Shrink the basis to the Ritz vectors V S with these Ritz values."""
         m, kept = self.dimension, S.shape[1]
-        self._rows[:kept] = self.vectors(S).T
-        self._T.zero_()
+        rows = self._new_rows()  # the old ones may be part of a kept state
+        torch.mm(S.T.to(rows), self._rows[:m], out=rows[:kept])
+        self._rows = rows
+        self._T = torch.zeros_like(self._T)
         self._T[:kept, :kept] = torch.diag(values)
-        for row in self._couplings.values():
-            shrunk = row[:m] @ S
-            row.zero_()
-            row[:kept] = shrunk
+        C = torch.zeros_like(self._C)
+        C[:, :kept] = self._C[:, :m] @ S
+        self._C = C
         self.dimension = kept
 
-    def _cleared(self, q: Tensor, Q: Tensor) -> Tensor:
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what :meth:`restore` needs."""
+        m = self.dimension
+        tensors = {"rows": self._rows[:m], "T": self._T[:m, :m].clone(), "Q": self._Q, "C": self._C[:, :m].clone()}
+        numbers = {
+            "labels": list(self._labels),
+            "num_chains": self._num_chains,
+            "num_products": self.num_products,
+            "scale": self._scale,
+        }
+        return tensors, numbers
+
+    def restore(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Go on from an earlier state."""
+        m = self.dimension = tensors["rows"].shape[0]
+        self._rows[:m] = tensors["rows"]
+        self._T[:m, :m] = tensors["T"].cpu()
+        self._Q = tensors["Q"]
+        self._C = self._T.new_zeros(len(self._Q), self.max_dimension)
+        self._C[:, :m] = tensors["C"].cpu()
+        self._labels, self._num_chains = list(numbers["labels"]), numbers["num_chains"]
+        self.num_products, self._scale = numbers["num_products"], numbers["scale"]
+
+    def _new_rows(self) -> Tensor:
+        return torch.empty(self.max_dimension, self.A.size, dtype=self.dtype, device=self.A.device)
+
+    def _cleared(self, q: Tensor) -> Tensor:
         """Return the unit vector q without what rounding left of V and Q in it, which is much if q is a small difference."""
-        q = orthogonalise(q, torch.cat([self._rows[: self.dimension], Q]))[0] if len(Q) else q
+        q = orthogonalise(q, self._rows[: self.dimension])[0]
+        q = orthogonalise(q, self._Q)[0]
         return q / length(q)
 
     def _random_direction(self) -> Tensor:
         device = self.A.device if self.generator is None else self.generator.device
-        return torch.randn(self.A.size, dtype=self.A.dtype, device=device, generator=self.generator).to(self.A.device)
+        return torch.randn(self.A.size, dtype=self.dtype, device=device, generator=self.generator).to(self.A.device)
 
 
-def _reflection(c: Tensor) -> Tensor:
-    """Return an orthogonal matrix whose last row is c / ‖c‖, for c of shape ``(p,)``."""
+def _turned(c: Tensor, Q: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    """Return H Q and H C for an orthogonal H whose last row is c / ‖c‖, so that the last row of H Q is the direction c Q."""
     u = c / torch.linalg.vector_norm(c)
     sign = -1.0 if float(u[-1]) > 0 else 1.0  # away from cancellation
     h = u.clone()
     h[-1] -= sign
-    H: Tensor = torch.eye(c.numel(), dtype=c.dtype) - 2 * torch.outer(h, h) / h.dot(h)
-    H[-1] *= sign
-    return H
+    h = h * (2**0.5 / torch.linalg.vector_norm(h))  # H = I − h hᵀ
+    turned = []
+    for M in (Q, C):
+        g = h.to(M)
+        M = torch.addr(M, g, g @ M, alpha=-1)
+        M[-1] *= sign
+        turned.append(M)
+    return turned[0], turned[1]

@@ -10,13 +10,21 @@ from torch import Tensor
 
 from flatminima._checks import check_at_least, check_shape
 from flatminima._progress import Progress, no_progress
-from flatminima.estimators.sampling import check_finite, check_operator
+from flatminima.estimators.orthogonality import (
+    BREAKDOWN,
+    breakdown_tolerance,
+    checked_lengths,
+    length,
+    lengths,
+    minus,
+    orthogonalise,
+    remainder,
+    working_dtype,
+)
+from flatminima.estimators.sampling import check_operator
 from flatminima.operators.base import LinearOperator
 
 __all__ = ["BREAKDOWN", "Tridiagonal", "check_start", "lanczos", "length", "orthogonalise"]
-
-#: A remainder of A v outside the basis counts as rounding below this many eps times the largest ‖A v‖ seen.
-BREAKDOWN = 100.0
 
 
 @final
@@ -25,10 +33,10 @@ class Tridiagonal:
     r"""The compression T = Vᵀ A V of a symmetric matrix to a Krylov space: :math:`A V = V T + \beta_m v_{m+1} e_m^\top`.
 
     Attributes:
-        alphas: Diagonal of T, shape ``(m,)``.
-        betas: Off-diagonal of T, shape ``(m − 1,)``, positive.
-        basis: Orthonormal V, shape ``(n, m)``.
-        remainder: β_m, shape ``()``: how far the space is from invariant; 0 after a breakdown.
+        alphas: Diagonal of T, shape ``(m,)``, float64.
+        betas: Off-diagonal of T, shape ``(m − 1,)``, positive, float64.
+        basis: Orthonormal V, shape ``(n, m)``, in A's dtype, but at least float32.
+        remainder: β_m, shape ``()``, float64: how far the space is from invariant; 0 after a breakdown.
         breakdown: Whether the space is invariant, so that every eigenvalue of T is one of A.
     """
 
@@ -51,21 +59,21 @@ class Tridiagonal:
 def lanczos(A: LinearOperator, v0: Tensor, num_steps: int, *, progress: Progress = no_progress) -> Tridiagonal:
     r"""Build an orthonormal basis of span{v0, A v0, …, A^{m−1} v0} in which A is tridiagonal.
 
-    Every new vector is orthogonalised twice against all before it, so no eigenvalue appears twice by rounding. The recursion
-    ends early, with ``breakdown=True``, when the remainder falls below 100 eps times the largest ‖A v‖ seen: the space is then
-    invariant, and a spectrum {2, 2, 2, 5, 5, 5} gives the two values 2 and 5 (copies of an eigenvalue are invisible from one
-    start vector).
+    Every new vector is orthogonalised against all before it, and twice where it has to be, so no eigenvalue appears twice by
+    rounding. The recursion ends early, with ``breakdown=True``, when the remainder falls below 100 eps times the largest ‖A v‖
+    seen: the space is then invariant, and a spectrum {2, 2, 2, 5, 5, 5} gives the two values 2 and 5 (copies of an eigenvalue
+    are invisible from one start vector).
 
-    Cost: at most ``num_steps`` products, n m numbers of memory, and 4 n m² operations for the orthogonality.
+    Cost: at most ``num_steps`` products, n m numbers of memory, and 2 n m² operations for the orthogonality.
 
     Args:
         A: Symmetric operator, shape ``(n, n)``.
-        v0: Start vector ``(n,)`` of any length but 0, in A's dtype and on its device.
+        v0: Start vector ``(n,)`` of any length but 0, on A's device.
         num_steps: Most steps m; the result has fewer after a breakdown, and never more than n.
         progress: Told the number of steps.
 
     Returns:
-        The tridiagonal matrix and its basis, in A's dtype.
+        The tridiagonal matrix in float64, and its basis.
 
     Raises:
         ValueError: If ``v0`` is zero, not finite, or of the wrong shape, or ``num_steps < 1``.
@@ -85,44 +93,41 @@ def lanczos(A: LinearOperator, v0: Tensor, num_steps: int, *, progress: Progress
     check_operator(A)
     check_shape("v0", v0, (A.size,), "one entry per row of A")
     num_steps = min(check_at_least("num_steps", num_steps, 1), A.size)
-    v = check_start("v0", v0)
-    rows = torch.empty(num_steps, A.size, dtype=A.dtype, device=A.device)
-    alphas: list[Tensor] = []
+    v = check_start("v0", v0.to(working_dtype(A.dtype)))
+    rows = torch.empty(num_steps, A.size, dtype=v.dtype, device=A.device)
+    alphas: list[float] = []
     betas: list[float] = []
-    scale = 0.0
-    while True:
-        step = len(alphas)
-        rows[step] = v
-        w = check_finite(A @ v)
-        scale = max(scale, length(w))
-        w, coefficients = orthogonalise(w, rows[: step + 1])
-        alphas.append(coefficients[-1])
-        beta = length(w)
-        progress(step + 1, num_steps, "Lanczos")
-        is_invariant = step + 1 == A.size or beta <= BREAKDOWN * torch.finfo(A.dtype).eps * scale
-        if is_invariant or step + 1 == num_steps:
-            break
-        betas.append(beta)
-        v = w / beta
-    off_diagonal = v.new_tensor(betas)
-    remainder = v.new_tensor(0.0 if is_invariant else beta)
-    return Tridiagonal(torch.stack(alphas), off_diagonal, rows[: len(alphas)].T, remainder, is_invariant)
+    scale, tolerance = 0.0, breakdown_tolerance(A.dtype)
+    with A.keeping_graphs():
+        while True:
+            step = len(alphas)
+            rows[step] = v
+            w = (A @ v.to(A.dtype)).to(v)[None]
+            scale = max(scale, *checked_lengths(w))
+            w, alpha = _advance(w, rows[: step + 1], betas[-1:])
+            alphas.append(alpha)
+            beta = length(w)
+            progress(step + 1, num_steps, "Lanczos")
+            is_invariant = step + 1 == A.size or beta <= tolerance * scale
+            if is_invariant or step + 1 == num_steps:
+                break
+            betas.append(beta)
+            v = w / beta
+    rest = 0.0 if is_invariant else beta
+    T = torch.tensor([*alphas, *betas, rest], dtype=torch.float64, device=A.device).split([len(alphas), len(betas), 1])
+    return Tridiagonal(T[0], T[1], rows[: len(alphas)].T, T[2][0], is_invariant)
 
 
-def length(w: Tensor) -> float:
-    """Return ‖w‖, summed in float64: the squares of float32 numbers below 1e-19 or above 1e19 leave its range."""
-    return float(torch.linalg.vector_norm(w, dtype=torch.float64))
+def _advance(w: Tensor, rows: Tensor, beta: list[float]) -> tuple[Tensor, float]:
+    """Return what of w = A v ``(1, n)`` lies outside the rows, of which v is the last, and α = vᵀ A v.
 
-
-def orthogonalise(w: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return w ``(n,)`` minus its part in the span of orthonormal rows ``(m, n)``, and that part's coefficients ``(m,)``.
-
-    Classical Gram–Schmidt, twice: the second pass removes what cancellation in the first has left.
+    The three-term recursion takes away what is known; the pass over all rows then finds rounding only, and one suffices.
     """
-    first = rows @ w
-    w = w - first @ rows
-    second = rows @ w
-    return w - second @ rows, first + second
+    alpha = (w * rows[-1]).sum()
+    known = torch.stack([*alpha.new_tensor(beta), alpha])[None]
+    w = minus(w, known, rows[-known.shape[1] :])
+    w, rest = remainder(w, rows, lengths(w))
+    return w[0], float(alpha) + float(rest[0, -1])
 
 
 def check_start(name: str, v: Tensor) -> Tensor:

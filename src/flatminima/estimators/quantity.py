@@ -31,25 +31,33 @@ class Quantity:
         name: For the progress.
         q: From probes V and products A V, both ``(n, b)``, to one value a probe, ``(b, …)``.
         relative_error: Of a value and its standard error; what ``rtol`` bounds.
+        of_low_rank: From orthonormal Q and Z = A Q, both ``(n, k)``, to Q(A) − Q(R) with R = (I − QQᵀ) A (I − QQᵀ), and the
+            absolute sum of its terms, in float64.
+        degree: In A: 1 or 2.
     """
 
     name: str
     q: Callable[[Tensor, Tensor], Tensor]
     relative_error: Callable[[Tensor, Tensor], float]
+    of_low_rank: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    degree: int = 1
 
 
 def by_unit_vectors(A: LinearOperator, quantity: Quantity, plan: Plan, *, spent: int = 0) -> Estimate:
     """Return the exact quantity, in float64, after n products."""
-    total: Tensor | None = None
-    for start in range(0, A.size, _COLUMNS_AT_ONCE):
+    if not A.size:
+        raise ValueError("`A` must have at least one row. Got shape (0, 0).")
+    state = plan.checkpoint.load("unit vectors")
+    total, begin = (None, 0) if state is None else (state.tensors["total"], state.numbers["end"])
+    for start in range(begin, A.size, _COLUMNS_AT_ONCE):
         width = min(_COLUMNS_AT_ONCE, A.size - start)
         E = torch.zeros(A.size, width, dtype=A.dtype, device=A.device)
         E[start : start + width].fill_diagonal_(1)
         part = quantity.q(E, check_finite(A @ E)).to(torch.float64).sum(0)
         total = part if total is None else total + part
+        plan.checkpoint.keep("unit vectors", {"total": total}, {"end": start + width})
         plan.progress(spent + start + width, spent + A.size, quantity.name)
-    if total is None:
-        raise ValueError("`A` must have at least one row. Got shape (0, 0).")
+    assert total is not None
     return Estimate.exact(total, num_products=spent + A.size)
 
 

@@ -8,9 +8,12 @@ at most twice as far. Stopping at the first moment at which the error *happens* 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import final
 
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from torch import Tensor
 from flatminima._checks import check_at_least, check_generator, check_one_of, check_positive
 from flatminima._errors import NonFiniteLoss
 from flatminima._progress import Progress, no_progress
+from flatminima.estimators.checkpoint import Checkpoint
 from flatminima.operators.base import LinearOperator
 
 __all__ = [
@@ -54,6 +58,7 @@ class Plan:
         probes: "rademacher" (entries ±1) or "gaussian".
         generator: Source of the probes.
         progress: Told the number of products.
+        checkpoint: Where the state is kept.
     """
 
     num_products: int | None
@@ -63,6 +68,7 @@ class Plan:
     probes: str
     generator: torch.Generator | None
     progress: Progress
+    checkpoint: Checkpoint = field(default_factory=Checkpoint.none)
 
     @classmethod
     def checked(
@@ -100,6 +106,19 @@ class Plan:
             progress,
         )
 
+    @contextmanager
+    def running(self, A: LinearOperator, resume: str | os.PathLike[str] | None, **settings: object) -> Iterator[Plan]:
+        """Give the plan with the file of this run; within, products with A may share what they have in common.
+
+        Args:
+            A: Operator.
+            resume: The file, or None.
+            settings: What the result depends on besides the plan.
+        """
+        own = {name: getattr(self, name) for name in ("num_products", "rtol", "max_products", "probes")}
+        with A.keeping_graphs(), Checkpoint.open(resume, A, settings | own, self.generator) as checkpoint:
+            yield replace(self, checkpoint=checkpoint)
+
     @property
     def budget(self) -> int:
         """Most products that may be made."""
@@ -134,42 +153,57 @@ class Samples:
     gave_up: bool = False
 
 
+_ZERO = torch.zeros((), dtype=torch.float64)
+
+
+@final
+@dataclass(frozen=True)
 class _Moments:
     """Running mean, variance and skewness by merging blocks (Chan, Golub & LeVeque 1983; Pébay 2008), about the first sample.
 
     Measuring from the first sample keeps equal samples exact: their mean is that number and their variance is 0.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
+    count: int = 0
+    origin: Tensor = _ZERO
+    shifted_mean: Tensor = _ZERO
+    squares: Tensor = _ZERO
+    cubes: Tensor = _ZERO
 
-    def add(self, block: Tensor) -> None:
-        """Take in samples ``(b, …)``."""
+    def with_block(self, block: Tensor) -> _Moments:
+        """Return the moments of these and further samples ``(b, …)``."""
         block = block.to(torch.float64)
-        if not self.count:
-            self._origin = block[0].clone()
-            self._mean, self._squares, self._cubes = (torch.zeros_like(self._origin) for _ in range(3))
-        block = block - self._origin
+        origin = self.origin if self.count else block[0].clone()
+        block = block - origin
         size, mean = block.shape[0], block.mean(0)
-        total = self.count + size
-        shift, squares = mean - self._mean, ((block - mean) ** 2).sum(0)
-        self._cubes += ((block - mean) ** 3).sum(0) + shift**3 * (self.count * size * (self.count - size) / total**2)
-        self._cubes += 3 * shift * (self.count * squares - size * self._squares) / total
-        self._squares += squares + shift**2 * (self.count * size / total)
-        self._mean += shift * (size / total)
-        self.count = total
+        count, total = self.count, self.count + size
+        shift, squares = mean - self.shifted_mean, ((block - mean) ** 2).sum(0)
+        cubes = ((block - mean) ** 3).sum(0) + shift**3 * (count * size * (count - size) / total**2)
+        cubes = cubes + 3 * shift * (count * squares - size * self.squares) / total
+        return _Moments(
+            total,
+            origin,
+            self.shifted_mean + shift * (size / total),
+            self.squares + squares + shift**2 * (count * size / total),
+            self.cubes + cubes,
+        )
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All but the count."""
+        return {"origin": self.origin, "shifted_mean": self.shifted_mean, "squares": self.squares, "cubes": self.cubes}
 
     @property
     def mean(self) -> Tensor:
-        return self._origin + self._mean
+        return self.origin + self.shifted_mean
 
     @property
     def stderr(self) -> Tensor:
-        return (self._squares / (max(self.count - 1, 1) * self.count)).sqrt()
+        return (self.squares / (max(self.count - 1, 1) * self.count)).sqrt()
 
     @property
     def skewness(self) -> Tensor:
-        return (self._cubes / self.count / (self._squares / self.count) ** 1.5).nan_to_num(0.0, 0.0, 0.0)
+        return (self.cubes / self.count / (self.squares / self.count) ** 1.5).nan_to_num(0.0, 0.0, 0.0)
 
 
 def draw_probes(A: LinearOperator, count: int, plan: Plan) -> Tensor:
@@ -214,32 +248,45 @@ def sample_mean(
         first_look: Samples before the first look at the error. Looks before ``MIN_SAMPLES`` ask for half the tolerance.
         give_up_beyond: What the alternative costs: stop when more further products are forecast and it fits into the limits.
     """
-    moments, limit = _Moments(), max(2, (plan.budget - spent) // cost)
+    limit = max(2, (plan.budget - spent) // cost)
     is_fixed = plan.num_products is not None
     look = limit if is_fixed else min(first_look, limit)
     at_once = max(1, min(_AT_ONCE, _NUMBERS_AT_ONCE // max(size, 1)) // cost)
     total = limit * cost + spent if is_fixed else None
-    started, converged, gave_up = time.monotonic(), False, False
+    started, gave_up = time.monotonic(), False
+    state = plan.checkpoint.load("samples")
+    moments = _Moments()
+    if state is not None:
+        moments = _Moments(state.numbers["count"], **state.tensors)
+        look, total = state.numbers["look"], state.numbers["total"]
+    begun = moments.count
+
+    def affordable() -> float:
+        return _affordable(plan.deadline, started, moments.count - begun)
+
     while True:
-        width = int(min(at_once, look - moments.count, _affordable(plan.deadline, started, moments.count)))
-        moments.add(check_finite(draw(width)))
-        plan.progress(moments.count * cost + spent, total, message)
-        is_late = moments.count >= 2 and time.monotonic() > plan.deadline
-        if moments.count < look and not is_late:
+        if moments.count < look:
+            moments = moments.with_block(check_finite(draw(int(min(at_once, look - moments.count, affordable())))))
+            now = {"count": moments.count, "look": look, "total": total}
+            plan.checkpoint.keep("samples", moments.tensors, now)
+            plan.progress(moments.count * cost + spent, total, message)
+        count = moments.count
+        is_late = count >= 2 and time.monotonic() > plan.deadline
+        if count < look and not is_late:
             continue
         error = relative_error(moments.mean, moments.stderr)
-        rtol = plan.rtol if moments.count >= MIN_SAMPLES else plan.rtol / 2
-        converged = moments.count >= look and (is_fixed or (moments.count >= first_look and error <= rtol))
-        if converged or moments.count >= limit or is_late:
+        rtol = plan.rtol if count >= MIN_SAMPLES else plan.rtol / 2
+        converged = count >= look and (is_fixed or (count >= first_look and error <= rtol))
+        if converged or count >= limit or is_late:
             break
-        needed = max(moments.count * (error / rtol) ** 2, moments.count + 1)
-        room = min(plan.budget - spent - moments.count * cost, _affordable(plan.deadline, started, moments.count) * cost)
-        gave_up = (needed - moments.count) * cost > give_up_beyond and give_up_beyond <= room
+        needed = max(count * (error / rtol) ** 2, count + 1)
+        room = min(plan.budget - spent - count * cost, affordable() * cost)
+        gave_up = (needed - count) * cost > give_up_beyond and give_up_beyond <= room
         if gave_up:
             break
-        look = min(limit, math.ceil(min(needed, 2 * moments.count)))
+        look = min(limit, math.ceil(min(needed, 2 * count)))
         total = math.ceil(min(limit, needed)) * cost + spent
-    return Samples(moments.mean, moments.stderr, moments.skewness, moments.count, moments.count * cost, converged, gave_up)
+    return Samples(moments.mean, moments.stderr, moments.skewness, count, count * cost, converged, gave_up)
 
 
 def _affordable(deadline: float, started: float, count: int) -> float:

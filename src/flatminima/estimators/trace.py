@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,7 +13,8 @@ from flatminima.estimators import closed_form
 from flatminima.estimators.estimate import Estimate
 from flatminima.estimators.hutchinson import DiagonalFunction, estimate_diagonal_function
 from flatminima.estimators.sampling import DEFAULT_MAX_PRODUCTS, Plan, check_operator, largest_relative_error
-from flatminima.operators.base import LinearOperator
+from flatminima.estimators.xtrace import by_xtrace
+from flatminima.operators.base import LinearOperator, named_missing_derivative
 
 __all__ = ["block_traces", "trace"]
 
@@ -26,41 +30,63 @@ def trace(
     probes: str = "rademacher",
     generator: torch.Generator | None = None,
     progress: Progress = no_progress,
+    resume: str | os.PathLike[str] | None = None,
 ) -> Estimate:
     r"""Return the trace of A, exactly where that is cheap and by random quadratic forms otherwise.
 
     .. math:: \hat t = \tfrac1m \sum_i v_i^\top A v_i, \qquad \mathbb E[v_i v_i^\top] = I.
 
-    Unbiased. One term has variance 2(‖A‖_F² − Σ A_ii²) with Rademacher probes, so a diagonal A is exact, and 2‖A‖_F² with
-    Gaussian ones. ``"auto"`` takes the first of these that applies: a closed form (a Gauss–Newton matrix); n products, where
-    sampling would take as many; the closed form of a part and random probes of the rest, layer by layer (a Hessian: exact up
-    to rounding for piecewise-linear networks); random probes. Under ``rtol`` it leaves the probes for n exact products as soon
-    as more than n further probes are forecast.
+    Every method is unbiased:
+
+    * "hutchinson", the formula above. One term has variance 2(‖A‖_F² − Σ A_ii²) with Rademacher probes, so a diagonal A is exact,
+      and 2‖A‖_F² with Gaussian ones.
+    * "hutch++": tr A = tr QᵀAQ + tr R with R = (I − QQᵀ) A (I − QQᵀ) sampled, and Q a basis of products with earlier probes. It
+      pays where few eigenvalues hold most of ‖A‖_F; a matrix of rank below k is exact up to rounding. Costs 2 products for each
+      of the k columns of Q and one a probe. Under ``num_products`` k is a third of them; under ``rtol`` Q grows in blocks of
+      eight while that is forecast to save products.
+    * "xtrace": every probe serves for Q and, left out of it, as a sample; 2 products each, Gaussian probes only. At equal cost
+      its error is 0.6 to 0.8 of that of "hutch++" with thirds. The standard error is the paper's, plus the covariance of the
+      leave-one-out estimates without which its 95 % intervals cover only 80 to 95 %. With less than 15 probes on fast decaying
+      spectra they cover 91 to 93 %.
+
+    "hutch++" and "xtrace" hold 2k vectors, of 1 GiB at most.
+
+    ``"auto"`` takes the first of these that applies: a closed form (a Gauss–Newton matrix); n products, where sampling would take
+    as many; the closed form of a part and random probes of the rest, layer by layer (a Hessian: exact up to rounding for
+    piecewise-linear networks); "hutch++" or plain probes, by the products that a block of eight forecasts to reach ``rtol``; n
+    exact products where that is fewer, also when it turns out only under way. ``Estimate.method`` says which.
 
     The intervals of the estimate are Student's t, widened by the skewness of the terms (see ``Estimate.interval``, and for how
     often they hold the truth).
 
     Args:
         A: Symmetric operator, shape ``(n, n)``.
-        method: "auto", "exact" (a closed form or n products, whatever the limits below) or "hutchinson" (probes only).
-        num_products: Number m of products, exactly so many where plain probes are used and at most so many otherwise.
+        method: "auto", "exact" (a closed form or n products, whatever the limits below), "hutch++", "xtrace" or "hutchinson"
+            (probes only).
+        num_products: Number m of products, exactly so many where a method of probes is named and at most so many otherwise.
         rtol: Standard error to reach, relative to the trace; 0.02 where neither this nor ``num_products`` is given.
         max_products: Most products under ``rtol``; the estimate then has ``converged=False``.
         max_seconds: Time after which no further block of products is begun.
         probes: "rademacher" or "gaussian".
         generator: Source of the probes.
         progress: Told the number of products.
+        resume: A file in which the state is kept while it runs and from which a later call with the same arguments goes on, to
+            the same answer bit for bit; removed when the estimate is complete. One product more, which is not counted.
 
     Returns:
         Estimate with ``value`` and ``stderr`` of shape ``()``, in units of the loss over those of the parameters squared.
 
     Raises:
-        ValueError: If ``num_products`` and ``rtol`` are both given, or an argument is out of range.
+        ValueError: If ``num_products`` and ``rtol`` are both given, an argument is out of range, or the file of ``resume`` is
+            another run's.
         TypeError: If A is not an operator.
         NonFiniteLoss: If a product is infinite or not a number.
+        CheckpointError: If the file of ``resume`` is damaged.
 
     References:
-        Hutchinson (1989), *A stochastic estimator of the trace of the influence matrix*.
+        Hutchinson (1989), *A stochastic estimator of the trace of the influence matrix*. Meyer, Musco, Musco & Woodruff (2021),
+        *Hutch++: optimal stochastic trace estimation*. Epperly, Tropp & Webber (2024), *XTrace: making the most of every sample
+        in stochastic trace estimation*.
 
     Example:
         >>> from flatminima.operators import as_operator
@@ -69,7 +95,11 @@ def trace(
     """
     check_operator(A)
     plan = Plan.checked(num_products, rtol, max_products, max_seconds, probes, generator, progress)
-    return estimate_diagonal_function(A, _trace_of(A), method, plan)
+    if method != "xtrace":
+        return estimate_diagonal_function(A, _trace_of(A), method, plan, resume, also=("xtrace",))
+    with named_missing_derivative(), plan.running(A, resume, estimator="trace", method=method) as running:
+        estimate = by_xtrace(A, _trace_of(A).quantity, running)
+    return replace(estimate, value=estimate.value.to(A.dtype), stderr=estimate.stderr.to(A.dtype))
 
 
 def block_traces(
@@ -83,12 +113,13 @@ def block_traces(
     probes: str = "rademacher",
     generator: torch.Generator | None = None,
     progress: Progress = no_progress,
+    resume: str | os.PathLike[str] | None = None,
 ) -> dict[str, Estimate]:
     r"""Return the trace of every diagonal block of A; one product a probe serves all blocks.
 
     .. math:: \hat t_b = \tfrac1m \sum_i v_{i,b}^\top (A v_i)_b.
 
-    Methods, cost and intervals are those of :func:`trace`.
+    Methods, cost and intervals are those of :func:`trace`, without "xtrace".
 
     Args:
         A: Symmetric operator, shape ``(n, n)``; its ``blocks`` name the ranges of rows.
@@ -101,6 +132,7 @@ def block_traces(
         probes: As in :func:`trace`.
         generator: As in :func:`trace`.
         progress: As in :func:`trace`.
+        resume: As in :func:`trace`.
 
     Returns:
         One estimate, of shape ``()``, per block by name. The cost of the call stands with the first, so that the costs add up.
@@ -109,6 +141,7 @@ def block_traces(
         ValueError: As in :func:`trace`.
         TypeError: If A is not an operator.
         NonFiniteLoss: If a product is infinite or not a number.
+        CheckpointError: If the file of ``resume`` is damaged.
 
     Example:
         >>> from flatminima.operators import as_operator
@@ -118,7 +151,7 @@ def block_traces(
     """
     check_operator(A)
     plan = Plan.checked(num_products, rtol, max_products, max_seconds, probes, generator, progress)
-    joint = estimate_diagonal_function(A, _block_traces_of(A), method, plan)
+    joint = estimate_diagonal_function(A, _block_traces_of(A), method, plan, resume)
     estimates = {}
     for index, name in enumerate(A.blocks):
         value, stderr = joint.value[index], joint.stderr[index]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatminima.objective.batches import describe
-from flatminima.objective.evaluators import Evaluation, Evaluator
+from flatminima.objective.evaluators import Evaluation, Evaluator, Piece
 from flatminima.objective.holders import deeper, held_by
 from flatminima.objective.session import closure_session
 from flatminima.params import ParameterSpace
@@ -63,14 +63,17 @@ class ClosureEvaluator(Evaluator):
                 self._params[name].copy_(part)
         return dict(self._params)
 
-    def evaluations(self, leaves: Mapping[str, Tensor]) -> Iterator[Evaluation]:
+    def pieces(self, leaves: Mapping[str, Tensor]) -> Iterator[Piece]:
+        yield Piece(None, leaves, self._evaluation)
+
+    def _evaluation(self, _batch: None, _leaves: Mapping[str, Tensor]) -> Evaluation:
         with torch.enable_grad():  # a closure may differentiate on its way to the loss
             total: Any = self.closure()
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise ValueError(
                 f"`closure` must return one number as a tensor. Got {describe(total)}. Return the loss itself, not loss.item()."
             )
-        yield Evaluation(total.reshape(()))
+        return Evaluation(total.reshape(()))
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:

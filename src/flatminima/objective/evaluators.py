@@ -6,18 +6,18 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from flatminima.objective.batches import Batches, batch_size, describe, inputs_and_targets, map_tensors
+from flatminima.objective.batches import Batches, batch_size, describe, inputs_and_targets, map_tensors, rows
 from flatminima.objective.losses import ELEMENTWISE, Loss
 from flatminima.objective.session import session
 from flatminima.params import ParameterSpace, clean_name
 
-__all__ = ["Evaluation", "Evaluator", "ModelEvaluator", "gradients_of"]
+__all__ = ["Evaluation", "Evaluator", "ModelEvaluator", "Piece", "gradients_of"]
 
 _MODEL_NAMES = ("model", "module", "net", "network")
 
@@ -38,6 +38,30 @@ class Evaluation:
     outputs: Tensor | None = None
     targets: Any = None
     batch: Any = None
+
+
+@final
+@dataclass(frozen=True)
+class Piece:
+    """One batch of the data, or a closure's only call, before it is evaluated.
+
+    Attributes:
+        batch: The batch, on the model's device; None for a closure.
+        leaves: The tensors that the loss is a function of, by name.
+        evaluation_of: Gives the batch's loss at leaves.
+    """
+
+    batch: Any
+    leaves: Mapping[str, Tensor]
+    evaluation_of: Callable[[Any, Mapping[str, Tensor]], Evaluation]
+
+    def evaluate(self, leaves: Mapping[str, Tensor] | None = None) -> Evaluation:
+        """Return the loss at the piece's own leaves, or at others."""
+        return self.evaluation_of(self.batch, self.leaves if leaves is None else leaves)
+
+    def examples(self, start: int, stop: int) -> Piece:
+        """Return the piece of some of the examples."""
+        return replace(self, batch=rows(self.batch, start, stop))
 
 
 class Evaluator(ABC):
@@ -66,8 +90,14 @@ class Evaluator(ABC):
         """Return leaf tensors that hold θ ``(n,)`` and require a gradient."""
 
     @abstractmethod
+    def pieces(self, leaves: Mapping[str, Tensor]) -> Iterator[Piece]:
+        """Yield the batches with the leaves, within a session."""
+
+    @final
     def evaluations(self, leaves: Mapping[str, Tensor]) -> Iterator[Evaluation]:
         """Yield each batch's loss at the leaves, within a session."""
+        for piece in self.pieces(leaves):
+            yield piece.evaluate()
 
 
 class _Bound(nn.Module):
@@ -148,6 +178,11 @@ class ModelEvaluator(Evaluator):
         """Whether the loss calls the model itself."""
         return self._bound.takes_model
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether a batch's total is the sum of those of its parts, provided that the model does not couple examples."""
+        return self.loss.name != "custom" and self.mode == "eval"
+
     def current(self) -> Mapping[str, Tensor]:
         return {clean_name(name): p for name, p in self.model.named_parameters()}
 
@@ -161,9 +196,9 @@ class ModelEvaluator(Evaluator):
             for name, part in self.space.unflatten(theta).items()
         }
 
-    def evaluations(self, leaves: Mapping[str, Tensor]) -> Iterator[Evaluation]:
+    def pieces(self, leaves: Mapping[str, Tensor]) -> Iterator[Piece]:
         for batch in self.prepared():
-            yield self.evaluate(batch, leaves)
+            yield Piece(batch, leaves, self.evaluate)
 
     def prepared(self) -> Iterator[Any]:
         """Yield the batches on the model's device, in the dtype to compute in."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,15 @@ from flatminima._checks import check_at_least, check_generator, check_one_of, ch
 from flatminima._errors import NotSupported
 from flatminima.objective.batches import Batches, inputs_and_targets, rows
 from flatminima.objective.closures import ClosureEvaluator
-from flatminima.objective.evaluators import Evaluation, Evaluator, ModelEvaluator, gradients_of
+from flatminima.objective.evaluators import Evaluation, Evaluator, ModelEvaluator, Piece, gradients_of
 from flatminima.objective.inspection import Inspection, inspect_closure, inspect_data
 from flatminima.objective.losses import Loss, LossFunction
 from flatminima.objective.session import unwrap
 from flatminima.params import ParameterSpace, Selection, vector_dtype
 
 __all__ = ["Objective"]
+
+Made = TypeVar("Made")
 
 
 @final
@@ -318,23 +320,47 @@ class Objective:
         *,
         gradients: bool = True,
     ) -> Tensor:
-        """Return ``scale`` × the sum over batches of ``function(evaluation, leaves)``; what operators are made of.
+        """Return ``scale`` × the sum over batches of ``function(evaluation, leaves)``.
 
         Args:
             function: Gets a batch's evaluation and the leaf tensors by name; returns a detached tensor of one fixed shape.
             theta: The point ``(n,)``; None is the current one.
             gradients: Whether ``function`` differentiates in the leaves.
         """
+        return self.integrate_pieces(lambda piece: function(piece.evaluate(), piece.leaves), theta, gradients=gradients)
+
+    def integrate_pieces(
+        self, function: Callable[[Piece], Tensor], theta: Tensor | None = None, *, gradients: bool = True
+    ) -> Tensor:
+        """Return ``scale`` × the sum over batches of ``function(piece)``, which evaluates them itself; see ``integrate``."""
         result: Tensor | None = None
         point = self._point(theta)
         with self._evaluator.session(), torch.set_grad_enabled(gradients):
-            leaves = self._evaluator.leaves(point)
-            for evaluation in self._evaluator.evaluations(leaves):
-                part = function(evaluation, leaves)
+            for piece in self._evaluator.pieces(self._evaluator.leaves(point)):
+                part = function(piece)
                 result = part if result is None else result + part
         if result is None:
             raise ValueError("`data` must hold at least one example. Got an empty loader on a later pass.")
         return result * self.scale
+
+    def integrate_again(self, function: Callable[[Made], Tensor], made: Sequence[Made]) -> Tensor:
+        """Return ``scale`` × the sum of ``function`` over what was made of each piece in an earlier pass."""
+        with self._evaluator.session():
+            result = function(made[0])
+            for one in made[1:]:
+                result = result + function(one)
+        return result * self.scale
+
+    def in_pieces(self, num_examples: int) -> Objective:
+        """Return the same objective, evaluated in pieces of at most so many examples."""
+        old = self.model_evaluator("Evaluation in pieces")
+        size = min(num_examples, old.batches.micro_batch_size or num_examples)
+        return self._with(_evaluator=old.replaced(batches=Batches(old.batches.data, size)))
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the loss is a sum over examples, provided that the model does not couple them."""
+        return isinstance(self._evaluator, ModelEvaluator) and self._evaluator.adds_up
 
     def example_inputs(self, num_examples: int = 8) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the model's positional and keyword arguments for the first examples of the data."""

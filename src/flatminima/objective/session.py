@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from flatminima._errors import NotSupported
 from flatminima.objective.module_state import ModuleState
 
 __all__ = ["closure_session", "copied", "session", "unwrap"]
@@ -34,14 +35,37 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside ``torch.compile`` and ``DataParallel`` wrappers."""
+    """Return the module inside ``torch.compile``, ``DataParallel`` and, of one process, ``DistributedDataParallel`` wrappers.
+
+    Raises:
+        NotSupported: If the model is spread over processes.
+    """
+    _refuse_shards(model)
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel):
             inner = model.module
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            if (size := model.process_group.size()) > 1:
+                raise NotSupported(
+                    f"The model is wrapped in DistributedDataParallel over {size} processes, whose gradients are averaged in "
+                    "backward() alone: products here would be those of this process's data alone, without a word. Give "
+                    "model.module and all the data to one process."
+                )
+            inner = model.module
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    sharding = {"FullyShardedDataParallel", "FSDPModule"}
+    names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    if sharding & names or any(type(p.data).__name__ == "DTensor" for p in model.parameters()):
+        raise NotSupported(
+            "The model's parameters are sharded over processes (FSDP, DTensor), and curvature needs whole ones. Gather them: "
+            "load a full state dict into a plain copy of the model."
+        )
 
 
 @contextmanager
@@ -51,7 +75,8 @@ def session(
     """Put the model and torch into the state that second derivatives need.
 
     Eval or train mode on every sub-module; gradients on; the math kernel of attention and no fused transformer layer (the
-    fused ones have no second derivative); compiled code run eagerly; random state forked.
+    fused ones have no second derivative), and dense gradients of embeddings (as have sparse ones); compiled code run eagerly;
+    random state forked.
 
     Args:
         model: The model.
@@ -67,6 +92,7 @@ def session(
         stack.callback(state.put_back)
         state.add([*model.modules(), *others])
         stack.enter_context(_without_hooks(model.parameters()))
+        stack.enter_context(_dense_embeddings(model))
         if _holds_compiled_code(model):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -162,6 +188,18 @@ def _mode(model: nn.Module, mode: str) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+@contextmanager
+def _dense_embeddings(model: nn.Module) -> Iterator[None]:
+    sparse = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    try:
+        for module in sparse:
+            module.sparse = False
+        yield
+    finally:
+        for module in sparse:
+            module.sparse = True
 
 
 @contextmanager

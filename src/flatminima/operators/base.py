@@ -1,25 +1,29 @@
-"""LinearOperator: a symmetric matrix known by its products, and the matrices made of others."""
+"""LinearOperator: a symmetric matrix known by its products."""
 
 from __future__ import annotations
 
+import math
+import numbers
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
-from flatminima._checks import check_shape
 from flatminima._errors import NotSupported
-from flatminima.params import ParameterSpace
+from flatminima.operators.free_memory import check_dense_fits
+from flatminima.params import ParameterSpace, Selection
 
 if TYPE_CHECKING:
     import scipy.sparse.linalg
 
-__all__ = ["Block", "Congruence", "Dense", "LinearOperator", "Scaled", "Sum", "as_operator"]
+__all__ = ["DEFAULT_GRAPH_BYTES", "LinearOperator", "is_missing_derivative", "named_missing_derivative"]
+
+#: Most memory that graphs which are kept between products may take, unless told otherwise.
+DEFAULT_GRAPH_BYTES = 2**30
 
 
 class LinearOperator(ABC):
@@ -83,49 +87,172 @@ class LinearOperator(ABC):
             )
         return result.squeeze(1) if v.ndim == 1 else result
 
+    def keeping_graphs(self, max_bytes: int = DEFAULT_GRAPH_BYTES) -> AbstractContextManager[None]:
+        """Return a block in which many products are made: what they have in common is kept in memory until its end.
+
+        A product then takes 2 gradients instead of 3. The data are read at the first product in the block, and the numbers are
+        the same. Estimators open such a block themselves.
+
+        Args:
+            max_bytes: Most memory to keep; where it does not suffice, nothing is kept.
+        """
+        del max_bytes
+        return nullcontext()
+
+    def _restricted(self, names: Sequence[str]) -> LinearOperator | None:
+        """Return the diagonal block of these blocks as an operator that costs less than all rows, or None where there is none."""
+        del names
+        return None
+
+    def _names_of(self, pick: object) -> tuple[str, ...]:
+        """Return the names of the blocks that a module or parameter holds."""
+        raise TypeError(
+            f"`selection` must be names or patterns (this operator knows no model). Got {type(pick).__name__}. "
+            f"Blocks: {', '.join(list(self.blocks)[:8])}."
+        )
+
+    # --- algebra ----------------------------------------------------------------------------------------------------------
+
     @final
     def __add__(self, other: LinearOperator) -> LinearOperator:
+        from flatminima.operators.composites import Sum
+
         return Sum(self, other) if isinstance(other, LinearOperator) else NotImplemented
 
     @final
     def __sub__(self, other: LinearOperator) -> LinearOperator:
-        return Sum(self, Scaled(other, -1.0)) if isinstance(other, LinearOperator) else NotImplemented
+        return self + (-other) if isinstance(other, LinearOperator) else NotImplemented
 
     @final
-    def __mul__(self, factor: float) -> LinearOperator:
-        return Scaled(self, float(factor)) if isinstance(factor, int | float) else NotImplemented
+    def __mul__(self, factor: Any) -> LinearOperator:
+        """Return c A for a real number c: a Python or NumPy number, or a tensor ``()``.
+
+        Raises:
+            TypeError: If c is complex.
+            ValueError: If c is not finite, or a tensor or array of more than one number.
+        """
+        from flatminima.operators.composites import Scaled
+
+        return NotImplemented if isinstance(factor, LinearOperator | str) else Scaled(self, _number("factor", factor))
 
     __rmul__ = __mul__
+    # NumPy's numbers leave the product with an operator to the operator.
+    __array_ufunc__ = None
 
     @final
     def __neg__(self) -> LinearOperator:
-        return Scaled(self, -1.0)
+        return self * -1.0
+
+    @final
+    def shift(self, c: Any) -> LinearOperator:
+        """Return A + c I for a real number c: every eigenvalue moves by c, and no eigenvector does.
+
+        Raises:
+            TypeError: If c is complex.
+            ValueError: If c is not finite, or a tensor of more than one number.
+        """
+        from flatminima.operators.composites import Shifted
+
+        return Shifted(self, _number("c", c))
 
     @final
     def congruence(self, d: Tensor) -> LinearOperator:
         """Return D A D with D = diag(d), d of shape ``(n,)``: the matrix in the coordinates θ = D η."""
+        from flatminima.operators.composites import Congruence
+
         return Congruence(self, d)
 
     @final
-    def block(self, name: str) -> LinearOperator:
-        """Return the diagonal block of the rows that ``name`` picks: a block's name, a shell-style pattern, or a module's name.
+    def projection(self, Q: Tensor) -> LinearOperator:
+        """Return the compression Qᵀ A Q, shape ``(k, k)``, to the span of Q's orthonormal columns.
+
+        Its eigenvalues lie between those of A (Cauchy's interlacing); with eigenvectors of A they are A's own.
+
+        Args:
+            Q: Shape ``(n, k)``.
+
+        Raises:
+            ValueError: If the columns are not orthonormal, or do not fit.
+        """
+        from flatminima.operators.composites import Projection
+
+        return Projection(self, Q)
+
+    # --- blocks -----------------------------------------------------------------------------------------------------------
+
+    @final
+    def block(self, selection: Selection) -> LinearOperator:
+        """Return the diagonal block of the rows that a selection picks, in their order.
+
+        Args:
+            selection: One or several of: a block's name, a shell-style pattern, a module's name; where the operator belongs to
+                an objective also a module or a parameter of its model.
 
         Raises:
             ValueError: If nothing matches.
+            TypeError: If the selection holds anything else.
         """
+        from flatminima.operators.composites import Block
+
+        return Block(self, self._select(selection))
+
+    @final
+    def block_diagonal(self, selections: Iterable[Selection] | None = None) -> LinearOperator:
+        """Return the matrix that has A's diagonal blocks in their places and zeros elsewhere, shape ``(n, n)``.
+
+        A product is made block by block: one product of A with a vector of all blocks would add the blocks' cross terms. (In
+        the mean over probes with independent signs these vanish, so ``block_traces`` needs one product for all blocks.)
+
+        Args:
+            selections: What belongs together, as for ``block``; together all the rows, each once. None is every named block
+                by itself.
+
+        Raises:
+            ValueError: If a selection matches nothing, or a row is in none or in two of them.
+        """
+        from flatminima.operators.composites import BlockDiagonal
+
+        groups = [(name,) for name in self.blocks] if selections is None else [self._select(pick) for pick in selections]
+        names = [name for group in groups for name in group]
+        if sorted(names) != sorted(self.blocks):
+            counts = {name: names.count(name) for name in self.blocks}
+            name, count = next((name, count) for name, count in counts.items() if count != 1)
+            raise ValueError(f"`selections` must hold every block once. Got {name!r} {count} times.")
+        return BlockDiagonal(self, groups)
+
+    @final
+    def _select(self, selection: Selection) -> tuple[str, ...]:
+        """Return the names of the blocks that a selection picks, in the order of the rows."""
+        is_one = isinstance(selection, str | torch.nn.Module | Tensor)
+        if not is_one and not isinstance(selection, Sequence):
+            raise TypeError(f"`selection` must be names, patterns, modules or parameters. Got {type(selection).__name__}.")
         space = ParameterSpace({n: torch.Size([s.stop - s.start]) for n, s in self.blocks.items()})
-        return Block(self, space.select(name))
+        chosen: set[str] = set()
+        for pick in [selection] if is_one else selection:  # type: ignore[union-attr]
+            chosen.update(space.select(pick) if isinstance(pick, str) else self._names_of(pick))
+        names = tuple(name for name in self.blocks if name in chosen)
+        if not names:
+            got, known = ", ".join(sorted(chosen)[:8]) or "nothing", ", ".join(list(self.blocks)[:8])
+            raise ValueError(f"`selection` must pick blocks of this operator. Got {got}. Blocks: {known}.")
+        return names
+
+    # --- other forms ------------------------------------------------------------------------------------------------------
 
     @final
     def to_dense(self, *, columns_at_once: int = 64) -> Tensor:
-        """Return the matrix ``(n, n)``; costs n products and 8 n² bytes in float64."""
-        columns = []
+        """Return the matrix ``(n, n)``; costs n products and 8 n² bytes in float64.
+
+        Raises:
+            NotSupported: At once, if the matrix is larger than the memory that is free.
+        """
+        check_dense_fits(self.size, self.dtype, self.device)
+        result = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for start in range(0, self.size, columns_at_once):
             width = min(columns_at_once, self.size - start)
             E = torch.zeros(self.size, width, dtype=self.dtype, device=self.device)
             E[start : start + width] = torch.eye(width, dtype=self.dtype, device=self.device)
-            columns.append(self @ E)
-        return torch.cat(columns, dim=1)
+            result[:, start : start + width] = self @ E
+        return result
 
     @final
     def to_scipy(self) -> scipy.sparse.linalg.LinearOperator:
@@ -145,173 +272,31 @@ class LinearOperator(ABC):
         return f"{type(self).__name__}(size={self.size}, dtype={str(self.dtype).removeprefix('torch.')})"
 
 
+def is_missing_derivative(error: RuntimeError) -> bool:
+    """Tell whether an error of torch's says that an operation cannot be differentiated so often, or in this mode."""
+    signs = ("not implemented", "not been implemented", "once_differentiable", "setup_context")
+    return isinstance(error, NotImplementedError) or any(sign in str(error) for sign in signs)
+
+
 @contextmanager
 def named_missing_derivative() -> Iterator[None]:
     """Turn torch's error about a derivative that it does not have into NotSupported."""
     try:
         yield
     except RuntimeError as error:
-        if "not implemented" not in str(error):
+        if not is_missing_derivative(error):
             raise
         raise NotSupported(f"torch has no second derivative for an operation of this model or loss: {error}") from error
 
 
-def as_operator(matrix: Tensor, *, blocks: Mapping[str, slice] | None = None) -> LinearOperator:
-    """Return a plain symmetric matrix as an operator, so that estimators can be tried on a known spectrum.
-
-    Args:
-        matrix: Symmetric, real, shape ``(n, n)``.
-        blocks: Named ranges of rows; one block ``"all"`` by default.
-
-    Raises:
-        ValueError: If the matrix is not square, not real floating point, or not symmetric, or the blocks do not cover its rows.
-
-    Example:
-        >>> A = as_operator(torch.diag(torch.tensor([1.0, 2.0])))
-        >>> A @ torch.ones(2)
-        tensor([1., 2.])
-    """
-    return Dense(matrix, blocks)
-
-
-@final
-class Dense(LinearOperator):
-    """A matrix that is held in memory."""
-
-    def __init__(self, matrix: Tensor, blocks: Mapping[str, slice] | None = None) -> None:
-        if not isinstance(matrix, Tensor) or matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-            got = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
-            raise ValueError(f"`matrix` must be a tensor of shape (n, n). Got {got}.")
-        if not matrix.dtype.is_floating_point:
-            raise ValueError(f"`matrix` must be real floating point. Got {matrix.dtype}. Call .double().")
-        scale = matrix.abs().max() if matrix.numel() else matrix.new_zeros(())
-        if matrix.numel() and (matrix - matrix.T).abs().max() > 1e2 * torch.finfo(matrix.dtype).eps * scale:
-            raise ValueError("`matrix` must be symmetric. Got one that is not. Pass (A + A.T) / 2 if that is what you mean.")
-        self._matrix = matrix.detach()
-        self._blocks = _checked_blocks(blocks or {"all": slice(0, matrix.shape[0])}, matrix.shape[0])
-
-    @property
-    def size(self) -> int:
-        return self._matrix.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._matrix.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._matrix.device
-
-    @property
-    def blocks(self) -> Mapping[str, slice]:
-        return self._blocks
-
-    def _matmat(self, V: Tensor) -> Tensor:
-        return self._matrix @ V
-
-
-def _checked_blocks(blocks: Mapping[str, slice], size: int) -> Mapping[str, slice]:
-    """Return the blocks, if they cover the rows one after the other: only then do block traces add up to the trace."""
-    end = 0
-    for name, rows in blocks.items():
-        if not isinstance(rows, slice) or rows.start != end or rows.step not in (None, 1) or not end <= rows.stop <= size:
-            raise ValueError(
-                f"`blocks` must be slices that cover the {size} rows in order. Got {name!r}: {rows} after row {end}."
-            )
-        end = rows.stop
-    if end != size:
-        raise ValueError(f"`blocks` must cover all {size} rows. Got blocks that end at row {end}.")
-    return MappingProxyType(dict(blocks))
-
-
-class _Wrapper(LinearOperator, ABC):
-    """An operator made of another one of the same size."""
-
-    def __init__(self, inner: LinearOperator) -> None:
-        self.inner = inner
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.inner.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.inner.device
-
-    @property
-    def blocks(self) -> Mapping[str, slice]:
-        return self.inner.blocks
-
-
-@final
-class Sum(_Wrapper):
-    """A + B."""
-
-    def __init__(self, inner: LinearOperator, other: LinearOperator) -> None:
-        if inner.shape != other.shape or inner.dtype != other.dtype or inner.device != other.device:
-            raise ValueError(
-                "Summands must agree in shape, dtype and device. "
-                f"Got {inner.shape} {inner.dtype} {inner.device} and {other.shape} {other.dtype} {other.device}."
-            )
-        super().__init__(inner)
-        self.other = other
-
-    def _matmat(self, V: Tensor) -> Tensor:
-        return self.inner @ V + self.other @ V
-
-
-@final
-class Scaled(_Wrapper):
-    """c A for a number c."""
-
-    def __init__(self, inner: LinearOperator, factor: float) -> None:
-        super().__init__(inner)
-        self.factor = factor
-
-    def _matmat(self, V: Tensor) -> Tensor:
-        return self.factor * (self.inner @ V)
-
-
-@final
-class Congruence(_Wrapper):
-    """D A D with D = diag(d)."""
-
-    def __init__(self, inner: LinearOperator, d: Tensor) -> None:
-        super().__init__(inner)
-        self.d = check_shape("d", d, (inner.size,), "one factor per row").detach().to(inner.device, inner.dtype)
-
-    def _matmat(self, V: Tensor) -> Tensor:
-        return self.d[:, None] * (self.inner @ (self.d[:, None] * V))
-
-
-@final
-class Block(_Wrapper):
-    """The rows and columns of some of an operator's blocks."""
-
-    def __init__(self, inner: LinearOperator, names: tuple[str, ...]) -> None:
-        super().__init__(inner)
-        self.names = names
-        ranges = [inner.blocks[name] for name in names]
-        self.indices = torch.cat([torch.arange(r.start, r.stop, device=inner.device) for r in ranges])
-        blocks, start = {}, 0
-        for name, r in zip(names, ranges, strict=True):
-            blocks[name] = slice(start, start + r.stop - r.start)
-            start = blocks[name].stop
-        self._own_blocks = MappingProxyType(blocks)
-
-    @property
-    def size(self) -> int:
-        return self.indices.numel()
-
-    @property
-    def blocks(self) -> Mapping[str, slice]:
-        return self._own_blocks
-
-    def _matmat(self, V: Tensor) -> Tensor:
-        padded = torch.zeros(self.inner.size, V.shape[1], dtype=self.dtype, device=self.device)
-        padded[self.indices] = V
-        return (self.inner @ padded)[self.indices]
+def _number(name: str, value: Any) -> float:
+    """Return a finite real number that may be a Python or NumPy number or a tensor of one number."""
+    if isinstance(value, Tensor) or type(value).__module__ == "numpy":
+        if math.prod(value.shape) != 1 or len(value.shape):
+            raise ValueError(f"`{name}` must be one number. Got shape {tuple(value.shape)}. Use congruence(d) for one per row.")
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"`{name}` must be a real number (operators are real and symmetric). Got {value!r}.")
+    if not math.isfinite(value):
+        raise ValueError(f"`{name}` must be finite. Got {value!r}.")
+    return float(value)

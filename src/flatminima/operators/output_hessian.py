@@ -16,8 +16,13 @@ from flatminima._errors import NotSupported
 from flatminima.objective import Evaluation
 from flatminima.objective.evaluators import ModelEvaluator
 from flatminima.objective.losses import Loss
+from flatminima.operators.middle_factor import MiddleFactor
 
-__all__ = ["check_outputs", "num_columns", "output_factor", "output_product"]
+__all__ = ["check_log_probabilities", "check_outputs", "is_softmax", "logistic_weights", "loss_hessian", "row_weights"]
+
+
+#: Losses whose columns cost nothing to form again; they are sums over rows.
+CLOSED_FORMS = ("cross_entropy", "nll", "mse", "bce_with_logits")
 
 
 def is_softmax(loss: Loss) -> bool:
@@ -46,6 +51,23 @@ def num_columns(loss: Loss, outputs: Tensor) -> int:
     return width // outputs.shape[1] * (outputs.shape[1] - 1) if is_softmax(loss) else width
 
 
+def loss_hessian(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: Tensor) -> MiddleFactor:
+    """Return the Hessian of one batch's total in the outputs.
+
+    Args:
+        evaluator: Tells the loss and its settings.
+        evaluation: The batch's evaluation.
+        outputs: The outputs, detached.
+    """
+    loss = evaluator.loss
+    return MiddleFactor(
+        product=output_product(evaluator, evaluation, outputs),
+        columns=lambda: output_factor(evaluator, evaluation, outputs),
+        num_columns=num_columns(loss, outputs),
+        has_exact_columns=loss.name in CLOSED_FORMS,
+    )
+
+
 def output_product(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the function u ↦ Λ u for one batch, with u and Λ u in the outputs' shape.
 
@@ -56,9 +78,9 @@ def output_product(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: T
     """
     loss, targets, options = evaluator.loss, evaluation.targets, evaluator.loss_options(outputs)
     if is_softmax(loss):
-        _check_log_probabilities(loss, outputs)
+        check_log_probabilities(loss, outputs)
         p = outputs.softmax(1)
-        weight = _row_weights(outputs, targets, options).unsqueeze(1)
+        weight = row_weights(outputs, targets, options).unsqueeze(1)
         return lambda u: weight * (p * u - p * (p * u).sum(1, keepdim=True))
     if loss.name == "mse":
         return lambda u: 2 * u
@@ -87,8 +109,8 @@ def output_factor(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: Te
     """
     loss, targets, options = evaluator.loss, evaluation.targets, evaluator.loss_options(outputs)
     if is_softmax(loss):
-        _check_log_probabilities(loss, outputs)
-        return _softmax_columns(outputs, _row_weights(outputs, targets, options))
+        check_log_probabilities(loss, outputs)
+        return _softmax_columns(outputs, row_weights(outputs, targets, options))
     if loss.name == "mse":
         return _diagonal_columns(torch.full_like(outputs, 2.0))
     if loss.name == "bce_with_logits":
@@ -96,7 +118,7 @@ def output_factor(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: Te
     return _autograd_columns(_autograd_product(evaluator, evaluation, outputs), outputs)
 
 
-def _check_log_probabilities(loss: Loss, outputs: Tensor) -> None:
+def check_log_probabilities(loss: Loss, outputs: Tensor) -> None:
     """nll_loss is linear in its input: its curvature lies in the log-softmax before it, so there must be one."""
     if loss.name == "nll" and outputs.logsumexp(1).abs().max() > 1e-3:
         raise NotSupported(
@@ -105,7 +127,7 @@ def _check_log_probabilities(loss: Loss, outputs: Tensor) -> None:
         )
 
 
-def _row_weights(outputs: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Tensor:
+def row_weights(outputs: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Tensor:
     """Return the factor of diag(p) − ppᵀ in every row: Σ_k weight_k q_k for target probabilities q, 0 where ignored."""
     classes, smoothing = 1, float(options.get("label_smoothing", 0.0))
     weight: Tensor | None = options.get("weight")
@@ -149,11 +171,16 @@ def _diagonal_columns(diagonal: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _logistic_curvature(outputs: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Return the second derivative of the logistic loss: weight · (pos_weight · y + 1 − y) · σ(o) σ(−o)."""
-    curvature = outputs.sigmoid() * (-outputs).sigmoid()
+    """Return the second derivative of the logistic loss, the weight of the term times σ(o) σ(−o)."""
+    return logistic_weights(outputs, targets, options) * (outputs.sigmoid() * (-outputs).sigmoid())
+
+
+def logistic_weights(outputs: Tensor, targets: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Return the weight of every term of the logistic loss: weight · (pos_weight · y + 1 − y)."""
+    weights = torch.ones_like(outputs)
     if options.get("pos_weight") is not None:
-        curvature = curvature * (options["pos_weight"] * targets + 1 - targets)
-    return curvature if options.get("weight") is None else curvature * options["weight"]
+        weights = options["pos_weight"] * targets + 1 - targets
+    return weights if options.get("weight") is None else weights * options["weight"]
 
 
 def _autograd_product(evaluator: ModelEvaluator, evaluation: Evaluation, outputs: Tensor) -> Callable[[Tensor], Tensor]:

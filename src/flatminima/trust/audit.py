@@ -18,6 +18,7 @@ from flatminima._errors import FlatminimaError, NotSupported, first_line
 from flatminima._progress import Progress, no_progress
 from flatminima.measures import Measure
 from flatminima.objective import Objective, digest
+from flatminima.objective.consistency import check_derivative
 from flatminima.symmetries import Symmetries, find_symmetries, model_at
 from flatminima.trust.moves import Attacks, draw_moves, move_to_canonical
 from flatminima.trust.point import check_minimum, zero_rows
@@ -135,6 +136,8 @@ class _Run:
         """Do the work, and yield the audit so far after each part of it."""
         if self.objective.mode == "train":
             self.notes.append("Train mode: BatchNorm uses each batch's own statistics, and examples of a batch are coupled.")
+        if not (derivative := check_derivative(self.original, generator=self._generator())):
+            self.notes.append(str(derivative))
         self._tell("looking whether this is a minimum")
         self._check_minimum()
         yield self.result(complete=False)

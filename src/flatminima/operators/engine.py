@@ -1,0 +1,213 @@
+"""Engine: how the products with an objective's matrix are made, by the fastest of the ways that agree.
+
+There are several ways to one product: double backward or forward-over-reverse, the batch at once or in smaller pieces that fit
+the processor's caches, one graph for many products. Which is fastest depends on the model and on the number of columns (on
+LeNet-5 pieces of 128 images take three quarters of the time that 1,024 at once take; on a wide perceptron they take longer), so
+it is found by trial: each way multiplies the first examples of the first batch, and the winner then makes the whole product a
+second time. It is kept if both results agree, and remembered for the architecture: runs repeat bit by bit, and products by
+themselves from the second on. Another process may choose another way, whose results differ by rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from flatminima.objective import Objective, Piece
+from flatminima.objective.batches import batch_size
+from flatminima.operators.embedding_bag import twice_differentiable
+from flatminima.operators.graphs import PieceProducts, Route, held_bytes
+
+__all__ = ["Engine", "Way"]
+
+#: As many columns make a block, for which other ways may be faster.
+_MANY = 4
+#: Columns in a run after which a trial is worth its cost, of about ten products.
+_SHORT_RUN = 16
+#: A product that takes less is not worth a trial, in seconds: for the pass, and for every column.
+_WORTH_A_TRIAL = (0.05, 0.01)
+#: Examples of a piece to try: the two largest of these that are less than half of a batch.
+_PIECES = (128, 32, 8)
+#: Examples on which a way is tried: so many that graphs which are kept do not all stay in the processor's caches.
+_ON_TRIAL = 256
+#: A way has to save this share of the time.
+_SAVING = 0.07
+#: Most numbers in the outputs of a piece times the columns, where all columns are made at once.
+_MOST_AT_ONCE = 2**24
+_COLUMNS_ON_TRIAL, _ROUNDS = 8, 2
+
+
+@final
+@dataclass(frozen=True)
+class Way:
+    """A way to a product.
+
+    Attributes:
+        route: Name of the route through autograd.
+        piece_size: Most examples at a time; None for whole batches.
+    """
+
+    route: str
+    piece_size: int | None = None
+
+    def __str__(self) -> str:
+        return self.route + (f" in pieces of {self.piece_size}" if self.piece_size else "")
+
+
+@final
+class Engine:
+    """The products with one matrix at one point, without its l2 term.
+
+    Args:
+        objective: The loss.
+        theta: The point ``(n,)``.
+        routes: Gives the ways through autograd by name, for one pass over the data. The first is the base, right wherever any
+            is; the others may fail.
+        name: What is multiplied with; choices are remembered under it.
+        splits: Whether the matrix is a sum over the examples of a batch too, if the loss is.
+    """
+
+    def __init__(
+        self, objective: Objective, theta: Tensor, routes: Callable[[], Mapping[str, Route]], name: str, *, splits: bool = True
+    ) -> None:
+        self.objective, self.theta, self.routes, self.name = objective, theta, routes, name
+        self._splits = splits and objective.adds_up
+        self._names = tuple(routes())
+        self._base = Way(self._names[0])
+        self._max_bytes = 0
+        self._is_keeping = False
+        self._columns = {False: 0, True: 0}  # multiplied in this run, by themselves and in blocks
+        self._kept: dict[Way, list[PieceProducts]] = {}
+
+    @contextmanager
+    def keeping(self, max_bytes: int) -> Iterator[None]:
+        """Keep the graphs of all pieces from the first product to the end of the block, if they take at most so many bytes."""
+        if self._is_keeping or not self.objective.has_model:  # a closure's parameters are the user's own and change under a graph
+            yield
+            return
+        self._is_keeping, self._max_bytes, self._columns = True, max_bytes, {False: 0, True: 0}
+        try:
+            yield
+        finally:
+            self._is_keeping, self._max_bytes, self._kept = False, 0, {}
+
+    def __call__(self, V: Tensor) -> Tensor:
+        """Return the matrix times V ``(n, k)``."""
+        many = V.shape[1] >= _MANY
+        self._columns[many] += V.shape[1]
+        if self._is_keeping and self._columns[many] <= _SHORT_RUN:  # in later runs too, so that they repeat bit by bit
+            return self._sum(self._base, V)
+        key = (self.name, str(V.dtype), many, self._max_bytes > 0)
+        ways: dict[tuple[str, str, bool, bool], Way | None] = self.objective.architecture.setdefault("ways", {})
+        if key not in ways and not self._is_keeping:
+            ways[key] = None  # the next product is tried
+            return self._sum(self._base, V)
+        way = ways.get(key)
+        if way is None:
+            ways[key], result = self._trial(V)
+            return result
+        return self._sum(way, V)
+
+    def _sum(self, way: Way, V: Tensor) -> Tensor:
+        if way in self._kept:
+            return self.objective.integrate_again(lambda made: made.products(V), self._kept[way])
+        kept: list[PieceProducts] = []
+        route = self.routes()[way.route]
+        held: dict[int, int] = {}
+
+        def one(piece: Piece) -> Tensor:
+            made = route(piece)
+            part = made.products(V)
+            if self._max_bytes:
+                held.update(held_bytes(made.roots, piece.batch))
+                kept.append(made)
+                if sum(held.values()) > self._max_bytes:
+                    self._max_bytes, self._kept = 0, {}
+                    kept.clear()
+            return part
+
+        objective = self.objective if way.piece_size is None else self.objective.in_pieces(way.piece_size)
+        result = twice_differentiable(objective, lambda: objective.integrate_pieces(one, self.theta))
+        if kept:
+            self._kept[way] = kept
+        return result
+
+    def _trial(self, V: Tensor) -> tuple[Way, Tensor]:
+        """Return the fastest way, and the product by it. The base has multiplied before, and is warm."""
+        base, clock = self._base, _clock(V)
+        started = clock()
+        result = self._sum(base, V)
+        elapsed = clock() - started
+        if elapsed < _WORTH_A_TRIAL[0] + _WORTH_A_TRIAL[1] * V.shape[1] or not self.objective.has_model:
+            return base, result
+        seconds = self._seconds_by_way(V[:, :_COLUMNS_ON_TRIAL])
+        best = min(seconds, key=lambda way: seconds[way], default=base)
+        if best == base or seconds[best] > (1 - _SAVING) * elapsed / (self.objective.num_examples * V.shape[1]):
+            return base, result
+        try:
+            other = self._sum(best, V)
+        except Exception:  # whatever a model does on another route, the base has answered
+            other = torch.full_like(result, torch.nan)
+        if not (other - result).norm() <= 1e3 * torch.finfo(V.dtype).eps * result.norm():
+            best, other = base, result
+        self._kept = {way: made for way, made in self._kept.items() if way == best}
+        return best, other
+
+    def _seconds_by_way(self, V: Tensor) -> dict[Way, float]:
+        """Return the time per example and column of every other way that works, on the first batch."""
+        seconds: dict[Way, float] = {}
+
+        def on_first_batch(piece: Piece) -> Tensor:
+            for way in () if seconds else self._other_ways(piece, V):
+                with suppress(Exception):  # a way that fails is no way
+                    seconds[way] = min(self._seconds(way, piece, V) for _ in range(_ROUNDS))
+            return V.new_zeros(())
+
+        twice_differentiable(self.objective, lambda: self.objective.integrate_pieces(on_first_batch, self.theta))
+        return seconds
+
+    def _other_ways(self, piece: Piece, V: Tensor) -> Iterator[Way]:
+        size, many = batch_size(piece.batch), V.shape[1] >= _MANY
+        parts = [part for part in _PIECES if part < size / 2][:2] if self._splits else []
+        for route in self._names:
+            if route != self._base.route and not parts:
+                yield Way(route)
+            for part in parts:
+                if route == self._base.route or not many or self._fits(piece, part, V):
+                    yield Way(route, part)
+
+    def _fits(self, piece: Piece, num_examples: int, V: Tensor) -> bool:
+        outputs = piece.examples(0, 1).evaluate().outputs
+        return outputs is None or outputs.numel() * num_examples * V.shape[1] <= _MOST_AT_ONCE
+
+    def _seconds(self, way: Way, piece: Piece, V: Tensor) -> float:
+        """Return the time of a product, by example and column; the making of what is kept in a run is left out."""
+        size = min(batch_size(piece.batch), _ON_TRIAL)
+        step = min(way.piece_size or size, size)
+        route, clock = self.routes()[way.route], _clock(V)
+        parts = [piece.examples(start, start + step) for start in range(0, size, step)]
+        made = [route(part) for part in parts] if self._max_bytes else [route(parts[0])]
+        for one in made:
+            one.products(V[:, :1])  # warm up
+        started = clock()
+        for index, part in enumerate(parts):
+            (made[index] if self._max_bytes else route(part)).products(V)
+        return (clock() - started) / (size * V.shape[1])
+
+
+def _clock(V: Tensor) -> Callable[[], float]:
+    """Return a clock: the process's own time where other programs would disturb the measurement, and nothing runs beside it."""
+    if V.device.type == "cpu":
+        return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def synchronised() -> float:
+        torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    return synchronised
