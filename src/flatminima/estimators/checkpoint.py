@@ -2,7 +2,8 @@
 
 A file, once written, is whole (written beside and moved over), holds no code (safetensors: tensors and one JSON text), and
 belongs to one run: the same arguments, and an operator that gives the same product. It holds the random generator's state too,
-so that the answer is the same, bit for bit, as without an interruption.
+so that the answer is the same as without an interruption, bit for bit if the products are. (Those of a large model may go another
+way through autograd in another process, and then differ by rounding.)
 """
 
 from __future__ import annotations

@@ -202,7 +202,8 @@ def spectral_density(
         generator: Source of the probes and of the start of the search for eigenvalues.
         progress: Told the number of products.
         resume: A file in which the state is kept while it runs and from which a later call with the same arguments goes on, to
-            the same answer bit for bit; removed when the density is complete. One product more, which is not counted.
+            the same answer: bit for bit, or up to rounding where a large model's products go another way in the new process.
+            Removed when the density is complete. One product more, which is not counted.
 
     Returns:
         SpectralDensity.

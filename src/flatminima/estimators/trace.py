@@ -71,7 +71,8 @@ def trace(
         generator: Source of the probes.
         progress: Told the number of products.
         resume: A file in which the state is kept while it runs and from which a later call with the same arguments goes on, to
-            the same answer bit for bit; removed when the estimate is complete. One product more, which is not counted.
+            the same answer: bit for bit, or up to rounding where a large model's products go another way in the new process.
+            Removed when the estimate is complete. One product more, which is not counted.
 
     Returns:
         Estimate with ``value`` and ``stderr`` of shape ``()``, in units of the loss over those of the parameters squared.
