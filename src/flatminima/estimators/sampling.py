@@ -43,7 +43,7 @@ DEFAULT_MAX_PRODUCTS = 1000
 #: Fewest samples before the standard error may end the sampling.
 MIN_SAMPLES = 64
 _AT_ONCE = 32
-_NUMBERS_AT_ONCE = 2**24
+_NUMBERS_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ __all__ = ["Engine", "Way"]
 
 #: As many columns make a block, for which other ways may be faster.
 _MANY = 4
-#: Columns in a run after which a trial is worth its cost, of about ten products.
-_SHORT_RUN = 16
+#: Columns in a run after which a trial is worth its cost, of some ten products.
+_SHORT_RUN = 32
 #: A product that takes less is not worth a trial, in seconds: for the pass, and for every column.
 _WORTH_A_TRIAL = (0.05, 0.01)
 #: Examples of a piece to try: the two largest of these that are less than half of a batch.
@@ -38,8 +38,6 @@ _PIECES = (128, 32, 8)
 _ON_TRIAL = 256
 #: A way has to save this share of the time.
 _SAVING = 0.07
-#: Most numbers in the outputs of a piece times the columns, where all columns are made at once.
-_MOST_AT_ONCE = 2**24
 _COLUMNS_ON_TRIAL, _ROUNDS = 8, 2
 
 
@@ -150,13 +148,13 @@ class Engine:
         best = min(seconds, key=lambda way: seconds[way], default=base)
         if best == base or seconds[best] > (1 - _SAVING) * elapsed / (self.objective.num_examples * V.shape[1]):
             return base, result
+        self._kept = {}  # not both at a time
         try:
             other = self._sum(best, V)
         except Exception:  # whatever a model does on another route, the base has answered
             other = torch.full_like(result, torch.nan)
         if not (other - result).norm() <= 1e3 * torch.finfo(V.dtype).eps * result.norm():
-            best, other = base, result
-        self._kept = {way: made for way, made in self._kept.items() if way == best}
+            self._kept, best, other = {}, base, result
         return best, other
 
     def _seconds_by_way(self, V: Tensor) -> dict[Way, float]:
@@ -166,7 +164,7 @@ class Engine:
         def on_first_batch(piece: Piece) -> Tensor:
             for way in () if seconds else self._other_ways(piece, V):
                 with suppress(Exception):  # a way that fails is no way
-                    seconds[way] = min(self._seconds(way, piece, V) for _ in range(_ROUNDS))
+                    seconds[way] = min(self._seconds(way, piece, V) for _ in range(1 if V.shape[1] >= _MANY else _ROUNDS))
             return V.new_zeros(())
 
         twice_differentiable(self.objective, lambda: self.objective.integrate_pieces(on_first_batch, self.theta))
@@ -176,15 +174,12 @@ class Engine:
         size, many = batch_size(piece.batch), V.shape[1] >= _MANY
         parts = [part for part in _PIECES if part < size / 2][:2] if self._splits else []
         for route in self._names:
-            if route != self._base.route and not parts:
+            if route != self._base.route and not parts and not many:
                 yield Way(route)
             for part in parts:
-                if route == self._base.route or not many or self._fits(piece, part, V):
+                # Columns that go through together take the memory of as many pieces; no more than the base takes for a batch.
+                if route == self._base.route or part * (V.shape[1] if many else 1) <= size:
                     yield Way(route, part)
-
-    def _fits(self, piece: Piece, num_examples: int, V: Tensor) -> bool:
-        outputs = piece.examples(0, 1).evaluate().outputs
-        return outputs is None or outputs.numel() * num_examples * V.shape[1] <= _MOST_AT_ONCE
 
     def _seconds(self, way: Way, piece: Piece, V: Tensor) -> float:
         """Return the time of a product, by example and column; the making of what is kept in a run is left out."""
