@@ -95,21 +95,24 @@ def test_plain_probes_are_taken_where_the_split_does_not_pay(monkeypatch: pytest
     assert float(estimate) == pytest.approx(N, abs=4 * float(estimate.stderr))
 
 
-@pytest.mark.parametrize("stop", [{"num_products": 80}, {"rtol": 0.02}])
+@pytest.mark.parametrize("stop", [{"num_products": 80}, {"rtol": 0.03}])
 def test_the_split_covers_the_truth_at_its_stated_level(monkeypatch: pytest.MonkeyPatch, stop: dict[str, float]) -> None:
     R = off_diagonal(1.5)
     for j, rows in enumerate(ROWS[1:]):
         size = rows.stop - rows.start
         R[rows, rows] = rotated(torch.linspace(-2, 2.5, size, dtype=torch.float64), j)
     A = split(monkeypatch, R)
-    truth, hits, exact = (K + R).trace(), 0, 0
+    truth, hits, sampled = (K + R).trace(), 0, 0
     for seed in range(1000):
         estimate = trace(A, generator=rng(seed), **stop)
+        if estimate.num_samples is None:  # the pilot foresaw more than n products
+            assert float(estimate) == pytest.approx(float(truth), rel=1e-12)
+            continue
         low, high = estimate.interval(0.95)
         hits += bool(low <= truth <= high)
-        exact += estimate.method != METHOD
-    assert 930 <= hits <= 970
-    assert exact < 150  # where the pilot foresees more than n products the value is exact, and covers
+        sampled += 1
+    assert sampled > 500
+    assert 0.925 <= hits / sampled <= 0.975
 
 
 @pytest.mark.parametrize("num_products", [2, 11, 12, 13, 30, 43, 44, 60])

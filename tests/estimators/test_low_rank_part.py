@@ -101,7 +101,7 @@ def test_flat_spectra_stay_with_plain_probes() -> None:
     for M in (rotated(torch.linspace(0.5, 1.5, 300, dtype=D64)), torch.diag(torch.rand(300, generator=rng(0), dtype=D64))):
         for estimator in (trace, frobenius_norm):
             estimate = estimator(as_operator(M), generator=rng(0))
-            assert (estimate.method, estimate.num_products) == ("hutchinson", 72)
+            assert (estimate.method, estimate.num_products) == ("hutchinson", 20 if estimator is trace else 72)
 
 
 def test_a_diagonal_matrix_stays_exact_under_auto() -> None:

@@ -7,7 +7,8 @@ import torch
 
 from flatminima._errors import NonFiniteLoss
 from flatminima.estimators import block_traces, diagonal, eigenpairs, frobenius_norm, lanczos, sampling, trace
-from flatminima.estimators.sampling import MIN_SAMPLES, Plan, draw_probes
+from flatminima.estimators.sampling import Plan, draw_probes
+from flatminima.estimators.stopping import FIRST_LOOK
 from flatminima.operators import as_operator
 from tests.estimators.spectra import diag, indefinite, rng, rotated
 
@@ -53,7 +54,7 @@ def test_rtol_is_met_and_never_before_the_least_number_of_samples() -> None:
     estimate = trace(A, method="hutchinson", rtol=0.03, generator=rng(0))
     assert estimate.converged
     assert estimate.stderr <= 0.03 * estimate.value.abs()
-    assert trace(A, method="hutchinson", rtol=10.0, generator=rng(0)).num_samples == MIN_SAMPLES
+    assert trace(A, method="hutchinson", rtol=10.0, generator=rng(0)).num_samples == FIRST_LOOK
 
 
 def test_max_products_ends_the_sampling_unconverged() -> None:

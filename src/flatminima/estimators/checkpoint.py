@@ -207,7 +207,9 @@ class Checkpoint:
         for stage, numbers in content["stages"].items():
             own = {name.partition("/")[2]: part for name, part in tensors.items() if name.partition("/")[0] == stage}
             rng = own.pop("rng")
-            self._stages[stage] = State({name: part.to(self._device) for name, part in own.items()}, numbers, rng)
+            # copies lie where an allocation begins, as they did before: where else, BLAS may sum in another order
+            tensors_there = {name: part.to(self._device, copy=True) for name, part in own.items()}
+            self._stages[stage] = State(tensors_there, numbers, rng)
         self._next_write = time.monotonic() + SECONDS_BETWEEN_WRITES
 
 

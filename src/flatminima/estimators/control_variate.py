@@ -3,13 +3,15 @@
 With A = K + R and K's diagonal known, only R's has to be sampled. For piecewise-linear networks R (the Hessian minus the
 Gauss–Newton matrix) has no diagonal block per layer, although its off-diagonal blocks are as large as ever: probes supported
 on one layer at a time see none of them. So each layer is probed by itself first. Layers whose block of R vanishes are settled;
-the others are sampled by whichever of three unbiased samplers promises to be cheapest after a pilot run: R layer by layer, R
-on all of them at once, or A itself. The pilot's samples are not used again, so that choosing by them biases nothing.
+the others are sampled by whichever unbiased sampler promises to be cheapest: R or A itself, by groups of layers
+(:mod:`~flatminima.estimators.layer_probes`) or all of them at once. What the first probes said of these layers is not used
+again, so that choosing by it biases nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -18,9 +20,12 @@ from torch import Tensor
 
 from flatminima.estimators.closed_form import ControlVariate
 from flatminima.estimators.estimate import Estimate
-from flatminima.estimators.low_rank_part import by_cheapest_sampling, grow, sample_rest
-from flatminima.estimators.quantity import Quantity, by_probes, by_unit_vectors
-from flatminima.estimators.sampling import MIN_SAMPLES, Plan, check_finite, draw_probes, sample_mean
+from flatminima.estimators.layer_groups import cheapest_groups, sample_groups
+from flatminima.estimators.layer_probes import Couplings, Layer, added, expanded, only, owners_of, squares_by_block
+from flatminima.estimators.low_rank_part import grow, sample_rest
+from flatminima.estimators.quantity import DiagonalFunction, by_probes, by_unit_vectors
+from flatminima.estimators.sampling import Plan, check_finite, draw_probes, sample_mean
+from flatminima.estimators.stopping import FIRST_LOOK, MIN_SAMPLES, samples_to_stop
 from flatminima.operators.base import LinearOperator
 
 __all__ = ["by_control_variate"]
@@ -28,63 +33,56 @@ __all__ = ["by_control_variate"]
 _METHOD = "exact Gauss-Newton part + hutchinson residual"
 #: Sweeps over the layers before any decision; two give a standard error.
 _SWEEPS = 2
-#: Whole-vector probes that decide between samplers.
-_PILOT = 8
-#: First look at the error of the residual, whose samples are nearly symmetric about 0.
-_FIRST_LOOK = 16
+#: Fewest products with which choosing among samplers pays.
+_LEAST_ROOM = 32
 _AT_ONCE = 16
-
-_Layer = tuple[slice, ...]
 
 
 def by_control_variate(
     A: LinearOperator,
     variate: ControlVariate,
     known: Estimate,
-    quantity: Quantity,
-    reduce: Callable[[Tensor], Tensor],
+    function: DiagonalFunction,
     plan: Plan,
 ) -> Estimate | None:
-    """Return the quantity as its known part plus a sampled rest, or None where the plan has no room for the first probes.
+    """Return the function as its known part plus a sampled rest, or None where the plan has no room for the first probes.
 
     A probe of R costs two products, one with A and one with K; both are counted.
 
     Args:
         A: Operator.
         variate: Its split, and its layers.
-        known: The quantity of ``variate.known``.
-        quantity: What to estimate.
-        reduce: From columns ``(n, b)`` that stand for diagonals to values ``(b, …)``.
+        known: The function of ``variate.known``.
+        function: What to estimate.
         plan: When to stop.
     """
     with variate.known.keeping_graphs():
-        return _by_residual(A, variate, known, quantity, reduce, plan)
+        return _by_residual(A, variate, known, function, plan)
 
 
 def _by_residual(
     A: LinearOperator,
     variate: ControlVariate,
     known: Estimate,
-    quantity: Quantity,
-    reduce: Callable[[Tensor], Tensor],
+    function: DiagonalFunction,
     plan: Plan,
 ) -> Estimate | None:
     layers = [tuple(A.blocks[name] for name in names) for names in variate.groups]
     spent = 2 * _SWEEPS * len(layers)
     if spent > plan.budget:
         return None
-    residual = _Residual(A, variate.known, reduce, plan)
+    residual = _Residual(A, variate.known, function, plan)
     # Gaussian: a block such as [[1, −1], [−1, 1]] is blind to every fourth pair of Rademacher probes, and would seem to vanish.
     sweeps = residual.sweep(layers, _SWEEPS, probes="gaussian")
-    plan.progress(spent, None, quantity.name)
+    plan.progress(spent, None, function.name)
     active = [layer for layer, vanishes in zip(layers, sweeps.vanishing(layers), strict=True) if not vanishes]
     room = plan.budget - spent
     if active and room >= 2:
-        if room < 4 * _PILOT:
-            return _with_cost_of(known, by_probes(A, quantity, plan, spent=spent))
+        if room < _LEAST_ROOM:
+            return _with_cost_of(known, by_probes(A, function.quantity, plan, spent=spent))
         settled = [layer for layer in layers if layer not in active]
-        start = _Start(known, *residual.mean(sweeps, settled), spent + 2 * _PILOT)
-        return _sample_active(residual, sweeps, active, start, quantity, is_all=not settled)
+        start = _Start(known, *residual.mean(sweeps, settled), spent)
+        return _sample_active(residual, sweeps, layers, active, start)
     mean, stderr = residual.mean(sweeps, layers)
     met = not active or plan.num_products is not None
     return replace(_Start(known, mean, stderr, spent).estimate(), converged=met, num_samples=_SWEEPS)
@@ -126,54 +124,42 @@ class _Start:
         )
 
 
-@final
-@dataclass(frozen=True)
-class _Sampler:
-    draw: Callable[[int], Tensor]
-    cost: int
-    deviation: Tensor
-    fewest: int = _FIRST_LOOK
-
-
 def _sample_active(
-    residual: _Residual, sweeps: _Sweeps, active: Sequence[_Layer], start: _Start, quantity: Quantity, *, is_all: bool
+    residual: _Residual, sweeps: _Sweeps, layers: Sequence[Layer], active: Sequence[Layer], start: _Start
 ) -> Estimate:
-    plan, offset, spent = residual.plan, start.offset, start.spent
-    of_A, of_R = residual.whole(active, _PILOT)
-    whole = _Sampler(lambda count: residual.whole(active, count)[1], 2, of_R.std(0))
-    samplers = [whole]
-    if 1 < len(active) <= (plan.budget - spent) // 4:
-        by_layer = _Sampler(
-            lambda count: residual.by_layer(active, count), 2 * len(active), residual.deviation_by_layer(sweeps, active)
-        )
-        samplers.append(by_layer)
-    plain = _Sampler(lambda count: residual.whole(active, count)[0], 1, of_A.std(0), MIN_SAMPLES)
-    if is_all:
-        samplers.append(plain)
+    plan, offset, spent, quantity = residual.plan, start.offset, start.spent, residual.function.quantity
+    A, room = residual.A, plan.budget - spent
 
-    def price(sampler: _Sampler) -> float:
-        needed = (quantity.relative_error(offset, sampler.deviation) / plan.rtol) ** 2
-        return sampler.cost * (max(needed, sampler.fewest) if plan.num_products is None else needed)
+    def price(within: Tensor, num_groups: int) -> float:
+        needed = (quantity.relative_error(offset, residual.function.deviation(within)) / plan.rtol) ** 2
+        if plan.num_products is not None:
+            return 2 * num_groups * needed if room // (2 * num_groups) >= 2 else math.inf
+        return 2 * num_groups * samples_to_stop(needed, FIRST_LOOK)
 
-    best = min(samplers, key=price)
-    if residual.A.size < min(price(best), plan.budget - spent):
-        return _with_cost_of(start.known, by_unit_vectors(residual.A, quantity, plan, spent=spent))
-    if best is plain:
-        return _with_cost_of(start.known, by_cheapest_sampling(residual.A, quantity, plan, spent=spent))
-    if price(best) > MIN_SAMPLES:
-        grown = grow(residual.A, quantity, plan, spent=spent, other_price=price(best))
-        if grown.part.rank and grown.price < price(best):
-            return _with_cost_of(start.known, sample_rest(residual.A, quantity, plan, grown, may_switch=True))
+    def couplings(squares: Tensor) -> Couplings:
+        return Couplings(tuple(active), owners_of(A, active), squares[:, [layers.index(layer) for layer in active]])
+
+    found = couplings(sweeps.residual_squares).cheapest(price)
+    groups, own = found.layers, found.price
+    if len(active) == len(layers):
+        plain = cheapest_groups(couplings(sweeps.squares), residual.function, offset, plan, room)
+        if plain.price < own:
+            return _with_cost_of(start.known, sample_groups(A, residual.function, plain, plan, spent=spent))
+    if A.size < min(own, room):
+        return _with_cost_of(start.known, by_unit_vectors(A, quantity, plan, spent=spent))
+    if own > MIN_SAMPLES:
+        grown = grow(A, quantity, plan, spent=spent, other_price=own)
+        if grown.part.rank and grown.price < own:
+            return _with_cost_of(start.known, sample_rest(A, quantity, plan, grown, may_switch=True))
         spent = grown.spent
     samples = sample_mean(
-        best.draw,
-        size=residual.A.size,
+        lambda count: residual.by_groups(groups, count),
+        size=A.size,
         plan=plan,
         relative_error=lambda mean, stderr: quantity.relative_error(offset + mean, stderr),
         message=quantity.name,
-        cost=best.cost,
+        cost=2 * len(groups),
         spent=spent,
-        first_look=best.fewest,
     )
     estimate = start.estimate()
     return replace(
@@ -190,13 +176,23 @@ def _sample_active(
 @final
 @dataclass(frozen=True)
 class _Sweeps:
-    """Probes layer by layer: each layer's rows of the probes, of A's products, and of R's, all ``(n, b)``."""
+    """Probes layer by layer.
+
+    Attributes:
+        V: The probes, ``(n, b)``.
+        AV: Each layer's rows of A's products with that layer's probes, ``(n, b)``.
+        RV: The same of R.
+        squares: Estimates of ‖A_bj‖_F² for block b and layer j, ``(B, L)``.
+        residual_squares: The same of R.
+    """
 
     V: Tensor
     AV: Tensor
     RV: Tensor
+    squares: Tensor
+    residual_squares: Tensor
 
-    def vanishing(self, layers: Sequence[_Layer]) -> list[bool]:
+    def vanishing(self, layers: Sequence[Layer]) -> list[bool]:
         """Tell for each layer whether R's block is 0 up to rounding, by the whole vectors R v and not just vᵀ R v."""
         eps = torch.finfo(self.V.dtype).eps
         residual = [_norm(self.RV, layer) for layer in layers]
@@ -209,56 +205,39 @@ class _Sweeps:
 class _Residual:
     """R = A − K by its products."""
 
-    def __init__(self, A: LinearOperator, K: LinearOperator, reduce: Callable[[Tensor], Tensor], plan: Plan) -> None:
-        self.A, self.K, self.reduce, self.plan = A, K, reduce, plan
+    def __init__(self, A: LinearOperator, K: LinearOperator, function: DiagonalFunction, plan: Plan) -> None:
+        self.A, self.K, self.function, self.plan = A, K, function, plan
 
-    def sweep(self, layers: Sequence[_Layer], count: int, *, probes: str | None = None) -> _Sweeps:
+    def sweep(self, layers: Sequence[Layer], count: int, *, probes: str) -> _Sweeps:
         """Probe every layer by itself, ``count`` times."""
-        V = _only(draw_probes(self.A, count, replace(self.plan, probes=probes or self.plan.probes)), layers)
+        V = only(draw_probes(self.A, count, replace(self.plan, probes=probes)), layers)
         AV, RV = torch.zeros_like(V), torch.zeros_like(V)
+        squares: list[Tensor] = []
+        residual_squares: list[Tensor] = []
         for start in range(0, len(layers), _AT_ONCE):
             some = layers[start : start + _AT_ONCE]
-            X = torch.cat([_only(V, [layer]) for layer in some], dim=1)
+            X = expanded(V, some)
             AX = check_finite(self.A @ X)
             RX = AX - self.K @ X
+            for found, products in ((squares, AX), (residual_squares, RX)):
+                found.append(squares_by_block(self.A, products).reshape(-1, len(some), count).mean(2))
             for j, layer in enumerate(some):
                 for rows in layer:
                     AV[rows] = AX[rows, j * count : (j + 1) * count]
                     RV[rows] = RX[rows, j * count : (j + 1) * count]
-        return _Sweeps(V, AV, RV)
+        return _Sweeps(V, AV, RV, torch.cat(squares, 1), torch.cat(residual_squares, 1))
 
-    def mean(self, sweeps: _Sweeps, layers: Sequence[_Layer]) -> tuple[Tensor, Tensor]:
+    def mean(self, sweeps: _Sweeps, layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
         """Return the mean and standard error of the layers' part of R."""
-        samples = self.reduce(_only(sweeps.V * sweeps.RV, layers)).to(torch.float64)
+        samples = self.function.reduce(only(sweeps.V * sweeps.RV, layers)).to(torch.float64)
         return samples.mean(0), samples.std(0) / samples.shape[0] ** 0.5
 
-    def by_layer(self, layers: Sequence[_Layer], count: int) -> Tensor:
-        """Return samples of R's part on these layers, from probes of one layer at a time."""
-        sweeps = self.sweep(layers, count)
-        return self.reduce(sweeps.V * sweeps.RV)
-
-    def deviation_by_layer(self, sweeps: _Sweeps, layers: Sequence[_Layer]) -> Tensor:
-        """Return the standard deviation of such a sample; the layers' variances add up, since their probes are independent."""
-        product = sweeps.V * sweeps.RV
-        variances = [self.reduce(_only(product, [layer])).to(torch.float64).var(0) for layer in layers]
-        return torch.stack(variances).sum(0).sqrt()
-
-    def whole(self, layers: Sequence[_Layer], count: int) -> tuple[Tensor, Tensor]:
-        """Return samples of A's and of R's part on these layers, from probes of all of them at once."""
-        V = _only(draw_probes(self.A, count, self.plan), layers)
-        AV = check_finite(self.A @ V)
-        samples_of_A, samples_of_R = self.reduce(V * AV), self.reduce(V * (AV - self.K @ V))
-        return samples_of_A.to(torch.float64), samples_of_R.to(torch.float64)
+    def by_groups(self, groups: Sequence[Layer], count: int) -> tuple[Tensor, Tensor]:
+        """Return samples of R's part on these groups of layers, from probes of one group at a time, and R's images."""
+        X = expanded(draw_probes(self.A, count, self.plan), groups)
+        RX = check_finite(self.A @ X) - self.K @ X
+        return self.function.reduce(added(X * RX, count)), added((X != 0) * RX, count)
 
 
-def _only(X: Tensor, layers: Sequence[_Layer]) -> Tensor:
-    """Return X ``(n, b)`` with all rows outside the layers set to 0."""
-    result = torch.zeros_like(X)
-    for layer in layers:
-        for rows in layer:
-            result[rows] = X[rows]
-    return result
-
-
-def _norm(X: Tensor, layer: _Layer) -> float:
+def _norm(X: Tensor, layer: Layer) -> float:
     return float(torch.linalg.vector_norm(torch.cat([X[rows] for rows in layer])))

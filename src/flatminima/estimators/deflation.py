@@ -14,10 +14,11 @@ from torch import Tensor
 from flatminima.estimators.eigenpairs import Eigenpairs, eigenpairs
 from flatminima.estimators.gauss_quadrature import GaussRule
 from flatminima.estimators.orthogonality import working_dtype
-from flatminima.estimators.sampling import MIN_SAMPLES, Plan
+from flatminima.estimators.sampling import Plan
+from flatminima.estimators.stopping import samples_to_stop
 from flatminima.operators.base import LinearOperator
 
-__all__ = ["Known", "choose_count", "find_known", "known_from", "probes_needed"]
+__all__ = ["Known", "choose_count", "find_known", "known_from"]
 
 _MOST_PAIRS = 64
 _KNOWN_BYTES = 2**28
@@ -92,12 +93,6 @@ def find_known(A: LinearOperator, k: int, plan: Plan, max_products: int) -> tupl
     return (known_from(A, kept) if bool(good.any()) else Known.nothing(A)), pairs.num_products
 
 
-def probes_needed(relative_sd: float, rtol: float) -> float:
-    """Return how many probes the stop rule will ask for, given the relative standard deviation of one."""
-    early = (2 * relative_sd / rtol) ** 2
-    return early if early <= MIN_SAMPLES else max(MIN_SAMPLES, (relative_sd / rtol) ** 2)
-
-
 def choose_count(
     A: LinearOperator,
     rules: Sequence[GaussRule],
@@ -137,7 +132,7 @@ def choose_count(
             break
         variance = (2 / n * (second[i] - first[i] ** 2 / rest[i])).clamp_min(0)
         relative = float((variance.sqrt() / unit).nan_to_num(0.0, posinf=1e30).max())
-        cost = max(fewest_probes, probes_needed(relative, rtol)) * num_steps + (_COST + _COST_EACH * k if k else 0)
+        cost = samples_to_stop((relative / rtol) ** 2, fewest_probes) * num_steps + (_COST + _COST_EACH * k if k else 0)
         if cost < cheapest * (0.8 if best == 0 else 1.0):
             best, cheapest = k, cost
     return min(most, best + math.ceil(_MARGIN * best)), cheapest

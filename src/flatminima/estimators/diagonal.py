@@ -10,8 +10,10 @@ from torch import Tensor
 from flatminima._progress import Progress, no_progress
 from flatminima.estimators import closed_form
 from flatminima.estimators.estimate import Estimate
-from flatminima.estimators.hutchinson import DiagonalFunction, estimate_diagonal_function
-from flatminima.estimators.sampling import DEFAULT_MAX_PRODUCTS, Plan, check_operator, relative_error_of_norm
+from flatminima.estimators.hutchinson import estimate_diagonal_function
+from flatminima.estimators.quantity import DiagonalFunction
+from flatminima.estimators.sampling import DEFAULT_MAX_PRODUCTS, Plan, check_operator
+from flatminima.estimators.stopping import relative_error_of_norm
 from flatminima.operators.base import LinearOperator
 
 __all__ = ["diagonal"]
@@ -83,4 +85,8 @@ def _known(K: LinearOperator) -> Estimate | None:
     return closed_form.known_diagonal(K)
 
 
-_DIAGONAL = DiagonalFunction("diagonal", _rows, relative_error_of_norm, _known)
+def _deviation(squares: Tensor) -> Tensor:
+    return squares.sum().sqrt()  # of all entries together, since the error is that of the norm
+
+
+_DIAGONAL = DiagonalFunction("diagonal", _rows, relative_error_of_norm, _known, _deviation)

@@ -46,14 +46,19 @@ def by_finite_differences(H: Hessian, square: Quantity, epsilon: float, plan: Pl
     """
     longest = _Longest()
 
-    def draw(count: int) -> Tensor:
+    def draw(count: int) -> tuple[Tensor, None]:
         V = draw_probes(H, count, plan)
         D = check_finite(torch.stack([_difference(H, v, epsilon) for v in V.T.contiguous()], 1))
         longest.take(V, D)
-        return square.q(V, D)
+        return square.q(V, D), None
 
     samples = sample_mean(
-        draw, size=H.size, plan=plan, relative_error=square.relative_error, message=f"{square.name} by differences"
+        draw,
+        size=H.size,
+        plan=plan,
+        first_look=square.first_look,
+        relative_error=square.relative_error,
+        message=f"{square.name} by differences",
     )
     if longest.count:
         _compare(H, longest, epsilon)

@@ -25,11 +25,13 @@ from torch import Tensor
 
 from flatminima.estimators.estimate import Estimate
 from flatminima.estimators.quantity import Quantity, by_probes, by_unit_vectors
-from flatminima.estimators.sampling import MIN_SAMPLES, Plan, check_finite, draw_probes, sample_mean
+from flatminima.estimators.sampling import Plan, check_finite, draw_probes, sample_mean
+from flatminima.estimators.stopping import samples_to_stop
 from flatminima.operators.base import LinearOperator
 
 __all__ = [
     "MAX_BYTES",
+    "PILOT",
     "ROUNDING",
     "Grown",
     "LowRankPart",
@@ -45,6 +47,8 @@ MAX_BYTES = 2**30
 #: Error of what is known exactly, in eps times its terms' absolute sum: it counts where there is nothing else.
 ROUNDING = 4.0
 _BLOCK = 8
+#: Products that the cheapest sampling takes to choose.
+PILOT = _BLOCK
 #: Blocks that are thought ahead.
 _MOST_BLOCKS = 32
 #: First look at the error of the rest, from which the large eigenvalues are gone.
@@ -194,9 +198,10 @@ def sample_rest(A: LinearOperator, quantity: Quantity, plan: Plan, grown: Grown,
         return by_probes(A, quantity, plan, spent=spent, may_switch=True)
     known, magnitude = quantity.of_low_rank(part.Q, part.Z)
 
-    def draw(count: int) -> Tensor:
+    def draw(count: int) -> tuple[Tensor, Tensor | None]:
         V = draw_probes(A, count, plan)
-        return quantity.q(V, part.rest_product(A, V))
+        RV = part.rest_product(A, V)
+        return quantity.q(V, RV), RV if quantity.degree == 1 else None
 
     samples = sample_mean(
         draw,
@@ -292,8 +297,8 @@ class _Growth:
             room = self.plan.budget - spent
             return needed * (self.plan.budget - self.begin) / room if room >= _FIRST_LOOK else math.inf
         if not rank:
-            return max(needed, MIN_SAMPLES)
-        return max(needed, min(MIN_SAMPLES, 4 * needed), _FIRST_LOOK)  # looks before MIN_SAMPLES ask for half the tolerance
+            return samples_to_stop(needed, self.quantity.first_look)
+        return samples_to_stop(needed, _FIRST_LOOK)
 
 
 def _remaining(X: Tensor) -> float:

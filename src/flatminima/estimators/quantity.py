@@ -1,4 +1,4 @@
-"""Quantity: what random probes average to and unit vectors sum to."""
+"""What random probes average to and unit vectors sum to: a Quantity, or more specially a function of the diagonal."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from flatminima.estimators.estimate import Estimate
 from flatminima.estimators.sampling import Plan, check_finite, draw_probes, sample_mean
+from flatminima.estimators.stopping import FIRST_LOOK, MIN_SAMPLES
 from flatminima.operators.base import LinearOperator
 
-__all__ = ["Quantity", "by_probes", "by_unit_vectors"]
+__all__ = ["DiagonalFunction", "Quantity", "by_probes", "by_unit_vectors"]
 
 _COLUMNS_AT_ONCE = 16
 
@@ -42,6 +43,42 @@ class Quantity:
     of_low_rank: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     degree: int = 1
 
+    @property
+    def first_look(self) -> int:
+        """Samples before the first look at their error."""
+        return FIRST_LOOK if self.degree == 1 else MIN_SAMPLES
+
+
+@dataclass(frozen=True)
+class DiagonalFunction:
+    """A linear function of the diagonal.
+
+    Attributes:
+        name: For the progress.
+        reduce: From columns ``(n, b)`` that stand for diagonals to values ``(b, …)``.
+        relative_error: What ``rtol`` bounds.
+        known: Closed form for an operator, or None.
+        deviation: From Σ A_ij² over the entries that a probe sees in each block's rows, ``(B,)``, to a bound on the standard
+            deviation of a sample, in the shape of a value or ``()``.
+    """
+
+    name: str
+    reduce: Callable[[Tensor], Tensor]
+    relative_error: Callable[[Tensor, Tensor], float]
+    known: Callable[[LinearOperator], Estimate | None]
+    deviation: Callable[[Tensor], Tensor]
+
+    @property
+    def quantity(self) -> Quantity:
+        """The same as an average over probes."""
+        return Quantity(self.name, lambda V, AV: self.reduce(V * AV), self.relative_error, self._of_low_rank)
+
+    def _of_low_rank(self, Q: Tensor, Z: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the function of diag(Q Zᵀ + Z Qᵀ − Q (QᵀZ) Qᵀ), one column of Q after the other, and of its terms' sizes."""
+        terms = Q * (2 * Z - Q @ (Q.T @ Z))
+        value, size = (self.reduce(X).to(torch.float64).sum(0) for X in (terms, terms.abs()))
+        return value, size
+
 
 def by_unit_vectors(A: LinearOperator, quantity: Quantity, plan: Plan, *, spent: int = 0) -> Estimate:
     """Return the exact quantity, in float64, after n products."""
@@ -64,9 +101,10 @@ def by_unit_vectors(A: LinearOperator, quantity: Quantity, plan: Plan, *, spent:
 def by_probes(A: LinearOperator, quantity: Quantity, plan: Plan, *, spent: int = 0, may_switch: bool = False) -> Estimate:
     """Return the sampled quantity, in float64; where ``may_switch``, the exact one once that is forecast to be cheaper."""
 
-    def draw(count: int) -> Tensor:
+    def draw(count: int) -> tuple[Tensor, Tensor | None]:
         V = draw_probes(A, count, plan)
-        return quantity.q(V, A @ V)
+        AV = A @ V
+        return quantity.q(V, AV), AV if quantity.degree == 1 else None
 
     samples = sample_mean(
         draw,
@@ -75,6 +113,7 @@ def by_probes(A: LinearOperator, quantity: Quantity, plan: Plan, *, spent: int =
         relative_error=quantity.relative_error,
         message=quantity.name,
         spent=spent,
+        first_look=quantity.first_look,
         give_up_beyond=A.size if may_switch else math.inf,
     )
     spent += samples.num_products

@@ -1,8 +1,8 @@
 """The one sequential Monte-Carlo loop of all estimators: probes, running moments, and when to stop.
 
 The running mean is a poor guide to its own error: it stands still by chance. So the loop stops on the standard error, and
-looks at it rarely: for the first time after ``MIN_SAMPLES`` samples, then where the error so far says that it will suffice,
-at most twice as far. Stopping at the first moment at which the error *happens* to look small gives intervals that are too short.
+looks at it rarely: for the first time after ``first_look`` samples, then where the error so far says that it will suffice, at
+most twice as far. Stopping at the first moment at which the error *happens* to look small gives intervals that are too short.
 """
 
 from __future__ import annotations
@@ -22,26 +22,24 @@ from flatminima._checks import check_at_least, check_generator, check_one_of, ch
 from flatminima._errors import NonFiniteLoss
 from flatminima._progress import Progress, no_progress
 from flatminima.estimators.checkpoint import Checkpoint
+from flatminima.estimators.stopping import FIRST_LOOK, MIN_SAMPLES, Images, share_of_tolerance
 from flatminima.operators.base import LinearOperator
 
 __all__ = [
     "DEFAULT_MAX_PRODUCTS",
     "DEFAULT_RTOL",
-    "MIN_SAMPLES",
+    "Draw",
     "Plan",
     "Samples",
     "check_finite",
     "check_operator",
+    "columns_at_once",
     "draw_probes",
-    "largest_relative_error",
-    "relative_error_of_norm",
     "sample_mean",
 ]
 
 DEFAULT_RTOL = 0.02
 DEFAULT_MAX_PRODUCTS = 1000
-#: Fewest samples before the standard error may end the sampling.
-MIN_SAMPLES = 64
 _AT_ONCE = 32
 _NUMBERS_AT_ONCE = 2**22
 
@@ -126,7 +124,7 @@ class Plan:
 
     @property
     def fewest_products(self) -> int:
-        """Fewest products after which plain sampling can end."""
+        """Products that plain sampling takes where it is not lucky: a matrix of no more rows is formed whole."""
         return min(MIN_SAMPLES, self.max_products) if self.num_products is None else self.num_products
 
 
@@ -223,8 +221,17 @@ def draw_probes(A: LinearOperator, count: int, plan: Plan) -> Tensor:
     return rows.T.to(A.device)
 
 
+#: From a number b of samples to their values, ``(b, …)``, and, where these are linear in v ∘ A v, the images A v, ``(n, b)``.
+Draw = Callable[[int], tuple[Tensor, Tensor | None]]
+
+
+def columns_at_once(size: int) -> int:
+    """Return how many vectors of n = ``size`` entries are held at once."""
+    return max(1, min(_AT_ONCE, _NUMBERS_AT_ONCE // max(size, 1)))
+
+
 def sample_mean(
-    draw: Callable[[int], Tensor],
+    draw: Draw,
     *,
     size: int,
     plan: Plan,
@@ -232,32 +239,35 @@ def sample_mean(
     message: str,
     cost: int = 1,
     spent: int = 0,
-    first_look: int = MIN_SAMPLES,
+    first_look: int = FIRST_LOOK,
     give_up_beyond: float = math.inf,
 ) -> Samples:
     """Average samples until the plan is fulfilled.
 
     Args:
-        draw: Gives that many new samples, shape ``(b, …)``.
+        draw: Gives that many new samples.
         size: Number of rows n of a probe; bounds how many are held at once.
         plan: When to stop.
         relative_error: Of a mean and its standard error.
         message: What is being sampled, for the progress.
         cost: Products a sample.
         spent: Products that were made before and count towards the plan's limits.
-        first_look: Samples before the first look at the error. Looks before ``MIN_SAMPLES`` ask for half the tolerance.
+        first_look: Samples before the first look at the error. Looks before ``MIN_SAMPLES`` ask for a
+            share of the tolerance (:func:`~flatminima.estimators.stopping.share_of_tolerance`).
         give_up_beyond: What the alternative costs: stop when more further products are forecast and it fits into the limits.
     """
     limit = max(2, (plan.budget - spent) // cost)
     is_fixed = plan.num_products is not None
     look = limit if is_fixed else min(first_look, limit)
-    at_once = max(1, min(_AT_ONCE, _NUMBERS_AT_ONCE // max(size, 1)) // cost)
+    at_once = max(1, columns_at_once(size) // cost)
     total = limit * cost + spent if is_fixed else None
     started, gave_up = time.monotonic(), False
     state = plan.checkpoint.load("samples")
-    moments = _Moments()
+    moments, images = _Moments(), Images()
     if state is not None:
-        moments = _Moments(state.numbers["count"], **state.tensors)
+        tensors = dict(state.tensors)
+        images.sketches = tensors.pop("sketches").cpu()
+        moments = _Moments(state.numbers["count"], **tensors)
         look, total = state.numbers["look"], state.numbers["total"]
     begun = moments.count
 
@@ -266,16 +276,22 @@ def sample_mean(
 
     while True:
         if moments.count < look:
-            moments = moments.with_block(check_finite(draw(int(min(at_once, look - moments.count, affordable())))))
+            values, some = draw(int(min(at_once, look - moments.count, affordable())))
+            moments = moments.with_block(check_finite(values))
+            if some is not None:
+                images.add(some)
             now = {"count": moments.count, "look": look, "total": total}
-            plan.checkpoint.keep("samples", moments.tensors, now)
+            plan.checkpoint.keep("samples", moments.tensors | {"sketches": images.sketches}, now)
             plan.progress(moments.count * cost + spent, total, message)
         count = moments.count
         is_late = count >= 2 and time.monotonic() > plan.deadline
         if count < look and not is_late:
             continue
         error = relative_error(moments.mean, moments.stderr)
-        rtol = plan.rtol if count >= MIN_SAMPLES else plan.rtol / 2
+        kurtosis = images.kurtosis()
+        if kurtosis is None:
+            kurtosis = 1.5 * float(moments.skewness.square().mean())  # that of a χ² as skewed
+        rtol = plan.rtol * share_of_tolerance(count, kurtosis)
         converged = count >= look and (is_fixed or (count >= first_look and error <= rtol))
         if converged or count >= limit or is_late:
             break
@@ -297,18 +313,6 @@ def _affordable(deadline: float, started: float, count: int) -> float:
         return 2 - count
     now = time.monotonic()
     return max(1, int((deadline - now) * count / max(now - started, 1e-9)))
-
-
-def largest_relative_error(mean: Tensor, stderr: Tensor, dtype: torch.dtype) -> float:
-    """Return the largest stderr / |mean| over the entries; errors that are ``dtype``'s rounding of the largest count as 0."""
-    floor = 8 * torch.finfo(dtype).eps * mean.abs().max()
-    return float(torch.where(stderr <= floor, torch.zeros_like(stderr), stderr / mean.abs()).max())
-
-
-def relative_error_of_norm(mean: Tensor, stderr: Tensor) -> float:
-    """Return ‖stderr‖ / ‖mean‖, and 0 where both are 0."""
-    error, size = float(torch.linalg.vector_norm(stderr)), float(torch.linalg.vector_norm(mean))
-    return error / size if size else (math.inf if error else 0.0)
 
 
 def check_operator(A: LinearOperator) -> LinearOperator:

@@ -11,8 +11,10 @@ from torch import Tensor
 from flatminima._progress import Progress, no_progress
 from flatminima.estimators import closed_form
 from flatminima.estimators.estimate import Estimate
-from flatminima.estimators.hutchinson import DiagonalFunction, estimate_diagonal_function
-from flatminima.estimators.sampling import DEFAULT_MAX_PRODUCTS, Plan, check_operator, largest_relative_error
+from flatminima.estimators.hutchinson import estimate_diagonal_function
+from flatminima.estimators.quantity import DiagonalFunction
+from flatminima.estimators.sampling import DEFAULT_MAX_PRODUCTS, Plan, check_operator
+from flatminima.estimators.stopping import largest_relative_error
 from flatminima.estimators.xtrace import by_xtrace
 from flatminima.operators.base import LinearOperator, named_missing_derivative
 
@@ -53,8 +55,12 @@ def trace(
 
     ``"auto"`` takes the first of these that applies: a closed form (a Gauss–Newton matrix); n products, where sampling would take
     as many; the closed form of a part and random probes of the rest, layer by layer (a Hessian: exact up to rounding for
-    piecewise-linear networks); "hutch++" or plain probes, by the products that a block of eight forecasts to reach ``rtol``; n
-    exact products where that is fewer, also when it turns out only under way. ``Estimate.method`` says which.
+    piecewise-linear networks); what is forecast as the cheapest of probes of groups of little coupled layers, "hutch++" and plain
+    probes; n exact products where that is fewer, also when it turns out only under way. ``Estimate.method`` says which.
+
+    Under ``rtol`` the first look at the error is after 12 samples. Before 64 it has to meet the tolerance even with the variance
+    at the upper end of its 95 % confidence interval, which is as wide as the images of the probes say
+    (:mod:`~flatminima.estimators.stopping`).
 
     The intervals of the estimate are Student's t, widened by the skewness of the terms (see ``Estimate.interval``, and for how
     often they hold the truth).
@@ -176,14 +182,16 @@ def _trace_of(A: LinearOperator) -> DiagonalFunction:
         blocks = _known_blocks(K)
         return None if blocks is None else _reduced(blocks, blocks.value.sum())
 
-    return DiagonalFunction("trace", _column_sums, lambda m, e: largest_relative_error(m, e, A.dtype), known)
+    return DiagonalFunction("trace", _column_sums, lambda m, e: largest_relative_error(m, e, A.dtype), known, _deviation_of_sum)
 
 
 def _block_traces_of(A: LinearOperator) -> DiagonalFunction:
     def reduce(columns: Tensor) -> Tensor:
         return torch.stack([_column_sums(columns[rows]) for rows in A.blocks.values()], dim=1)
 
-    return DiagonalFunction("block traces", reduce, lambda m, e: largest_relative_error(m, e, A.dtype), _known_blocks)
+    return DiagonalFunction(
+        "block traces", reduce, lambda m, e: largest_relative_error(m, e, A.dtype), _known_blocks, _deviations
+    )
 
 
 def _known_blocks(K: LinearOperator) -> Estimate | None:
@@ -216,3 +224,11 @@ def _reduced(known: Estimate, value: Tensor) -> Estimate:
 
 def _column_sums(columns: Tensor) -> Tensor:
     return columns.sum(0, dtype=torch.float64)
+
+
+def _deviations(squares: Tensor) -> Tensor:
+    return (2 * squares).sqrt()
+
+
+def _deviation_of_sum(squares: Tensor) -> Tensor:
+    return _deviations(squares.sum())

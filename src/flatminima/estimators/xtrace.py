@@ -36,7 +36,8 @@ from torch import Tensor
 from flatminima.estimators.estimate import Estimate
 from flatminima.estimators.low_rank_part import MAX_BYTES, ROUNDING, fitting_rank
 from flatminima.estimators.quantity import Quantity, by_unit_vectors
-from flatminima.estimators.sampling import MIN_SAMPLES, Plan, check_finite, draw_probes, largest_relative_error
+from flatminima.estimators.sampling import Plan, check_finite, draw_probes
+from flatminima.estimators.stopping import MIN_SAMPLES, largest_relative_error
 from flatminima.operators.base import LinearOperator
 
 __all__ = ["by_xtrace", "leave_one_out"]
