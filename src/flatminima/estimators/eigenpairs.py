@@ -40,8 +40,8 @@ class Eigenpairs:
     Attributes:
         values: Shape ``(k,)``, descending.
         vectors: Orthonormal columns, shape ``(n, k)``.
-        residuals: ‖A v − λ v‖ of each pair, shape ``(k,)``: by a product with v, or by the recursion if that was asked for. An
-            eigenvalue of A lies within this of λ.
+        residuals: ‖A v − λ v‖ of each pair, shape ``(k,)``: by the recursion and a product with all of them, or by a product with
+            each if that was asked for. An eigenvalue of A lies within this of λ.
         converged: Whether every residual met the tolerance and the search for missed copies of eigenvalues came to its end.
         num_products: Products with A, those for the residuals included.
         rtol: The tolerance on residuals, relative to the largest |λ| found.
@@ -79,7 +79,7 @@ def eigenpairs(
     max_basis: int | None = None,
     block_size: int = 1,
     initial: Tensor | None = None,
-    residuals: str = "products",
+    residuals: str = "recursion",
     generator: torch.Generator | None = None,
     progress: Progress = no_progress,
     resume: str | os.PathLike[str] | None = None,
@@ -115,9 +115,9 @@ def eigenpairs(
             in all; it pays where A multiplies several vectors for less than as many single ones.
         initial: Vector ``(n,)`` near the wanted eigenvectors, or several ``(n, p)``, such as the vectors of an earlier call. The
             search starts from a random combination of them: p products and a check, where they are eigenvectors already.
-        residuals: "products" makes one with each vector in the end, all at once. "recursion" takes the residuals from the
-            recursion and makes one product with a random combination Σ ε_i v_i of all vectors; that by which its residual
-            differs from Σ ε_i r_i is added. It finds any rounding or asymmetry of A's products, and saves k − 1 of them.
+        residuals: "recursion" takes the residuals from the recursion and makes one product with a random combination Σ ε_i v_i of
+            all vectors; that by which its residual differs from Σ ε_i r_i is added to each. It finds any rounding or asymmetry of
+            A's products. "products" makes one product with each vector, all at once: k − 1 more.
         generator: Source of the random vectors.
         progress: Told the number of products.
         resume: A file in which the state is kept while it runs and from which a later call with the same arguments goes on; it

@@ -40,35 +40,64 @@ class JacobiMatrix:
     r"""The tridiagonal matrix T_m of m Lanczos steps from a unit vector v; it grows with the steps.
 
     Its eigenvalues are the nodes and the squared first entries of its eigenvectors the weights of the Gauss rule for
-    :math:`v^\top f(A)\, v`, which is exact for polynomials f up to degree 2m − 1 (Golub & Meurant 2010, ch. 3 and 6).
+    :math:`v^\top f(A)\, v`, which is exact for polynomials f up to degree 2m − 1 (Golub & Meurant 2010, ch. 3 and 6). The m
+    products tell β_m as well. With it and *any* α in its last place T_{m+1} gives a rule of m + 1 nodes that is exact up to
+    degree 2m, the closed rule: a Gauss–Radau rule is the case in which α puts a node at a given place.
 
     Attributes:
         alphas: Diagonal.
-        betas: Off-diagonal.
+        betas: Off-diagonal β_1 … β_m; without β_m where ``is_exact``.
         is_exact: Whether the Krylov space is invariant, so that the rule is exact for every f.
     """
 
     alphas: list[float] = field(default_factory=list)
     betas: list[float] = field(default_factory=list)
     is_exact: bool = False
-    _rules: dict[int, GaussRule] = field(default_factory=dict, repr=False)
+    _rules: dict[tuple[int, float | None], GaussRule] = field(default_factory=dict, repr=False)
 
     @property
     def num_steps(self) -> int:
         """Number m of steps."""
         return len(self.alphas)
 
-    def rule(self, num_steps: int | None = None) -> GaussRule:
-        """Return the Gauss rule after that many steps; after all of them by default."""
+    def rule(self, num_steps: int | None = None, *, lowest: float | None = None) -> GaussRule:
+        """Return the rule after that many steps; after all of them by default.
+
+        Args:
+            num_steps: m.
+            lowest: For the closed rule: what no eigenvalue is below, or −inf; None for the Gauss rule. The last α is α_m, or as
+                near to it as leaves the nodes where A's eigenvalues may be by this and by the residuals of the Ritz values.
+        """
         m = self.num_steps if num_steps is None else num_steps
-        if m not in self._rules:
-            diagonal = torch.tensor(self.alphas[:m], dtype=torch.float64)
-            off_diagonal = torch.tensor(self.betas[: m - 1], dtype=torch.float64)
-            nodes, S = torch.linalg.eigh(torch.diag(diagonal) + torch.diag(off_diagonal, -1))  # reads the lower triangle
+        if len(self.betas) < m:
+            lowest = None
+        if (m, lowest) not in self._rules:
+            alphas, betas = self.alphas[:m], self.betas[: m - 1]
+            if lowest is not None:
+                alphas, betas = [*alphas, self._last_alpha(m, lowest)], [*betas, self.betas[m - 1]]
+            nodes, S = _eigh(alphas, betas)
             weights = S[0] ** 2
-            self._rules = {k: kept for k, kept in self._rules.items() if k >= m - 2}
-            self._rules[m] = GaussRule(nodes, weights / weights.sum())
-        return self._rules[m]
+            self._rules = {key: kept for key, kept in self._rules.items() if key[0] >= m - 2}
+            self._rules[m, lowest] = GaussRule(nodes, weights / weights.sum())
+        return self._rules[m, lowest]
+
+    def _last_alpha(self, m: int, lowest: float) -> float:
+        r"""Return α for the closed rule: α_m, brought between the values that put a node at the ends [a, b] of the spectrum.
+
+        Those are :math:`a + \beta_m^2\, e^\top (T_m - a)^{-1} e` and :math:`b - \beta_m^2\, e^\top (b - T_m)^{-1} e`.
+        """
+        nodes, S = _eigh(self.alphas[:m], self.betas[: m - 1])
+        overlaps = self.betas[m - 1] * S[-1].abs()  # residuals of the Ritz values
+        low, high = max(lowest, float(nodes[0] - overlaps[0])), float(nodes[-1] + overlaps[-1])
+        least = low + float((overlaps.square() / (nodes - low)).nan_to_num(0.0, 0.0, 0.0).sum())
+        most = high - float((overlaps.square() / (high - nodes)).nan_to_num(0.0, 0.0, 0.0).sum())
+        return max(least, min(most, self.alphas[m - 1]))
+
+
+def _eigh(alphas: list[float], betas: list[float]) -> tuple[Tensor, Tensor]:
+    T = torch.diag(torch.tensor(alphas, dtype=torch.float64)) + torch.diag(torch.tensor(betas, dtype=torch.float64), -1)
+    nodes, S = torch.linalg.eigh(T)  # reads the lower triangle
+    return nodes, S
 
 
 def transport_distance(first: GaussRule, second: GaussRule) -> float:

@@ -16,7 +16,7 @@ from flatminima.operators.base import LinearOperator
 
 __all__ = ["MIN_STEPS", "ProbeGroup", "group_width"]
 
-#: Fewest steps of a probe: from three on the first four moments are those of the probe exactly.
+#: Fewest steps of a probe that stops by itself: two before and two after the first that give its four moments exactly.
 MIN_STEPS = 4
 _BASIS_BYTES = 2**28
 _ROWS = 64
@@ -100,9 +100,10 @@ class ProbeGroup:
         beta = length(w)
         is_full = step + 1 == self.A.size - len(self.known)
         jacobi.is_exact = is_full or beta <= breakdown_tolerance(self.A.dtype) * self.scale
-        if not jacobi.is_exact and step + 1 < self.max_steps:
+        if not jacobi.is_exact:
             jacobi.betas.append(beta)
-            basis[(step + 1) % capacity] = w / beta
+            if step + 1 < self.max_steps:
+                basis[(step + 1) % capacity] = w / beta
 
     def _without_known(self, w: Tensor) -> Tensor:
         return w - (self.known @ w) @ self.known if len(self.known) else w

@@ -6,16 +6,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from flatminima.estimators.deflation import Known, choose_count, find_known, probes_needed
-from flatminima.estimators.gauss_quadrature import NOISE, JacobiMatrix, without_noise
+from flatminima.estimators.deflation import Known, choose_count, find_known
+from flatminima.estimators.gauss_quadrature import NOISE, GaussRule, JacobiMatrix, without_noise
 from flatminima.estimators.probe_lanczos import MIN_STEPS, ProbeGroup, group_width
-from flatminima.estimators.sampling import MIN_SAMPLES, Plan, check_finite, draw_probes
+from flatminima.estimators.sampling import Plan, check_finite, draw_probes
 from flatminima.estimators.slq_budget import DENSE_ROWS, Budget
+from flatminima.estimators.stopping import samples_to_stop, share_of_tolerance
 from flatminima.operators.base import LinearOperator
 
 __all__ = ["Aim", "Quadrature", "sample_spectrum"]
@@ -37,11 +39,13 @@ class Aim:
         columns: From nodes ``(m,)`` to the numbers that are averaged over the spectrum, ``(m, c)``.
         is_settled: From the quadrature by the probes of one group, as far as they are, which of them need no further step.
         of_magnitude: Whether errors are relative to the mean of the |numbers| rather than to |their mean|.
+        closed: Whether the rules are closed ones.
     """
 
     columns: Callable[[Tensor], Tensor]
     is_settled: Callable[[Quadrature], list[bool]]
     of_magnitude: bool
+    closed: bool = False
 
     def scale(self, G: Tensor, weights: Tensor) -> Tensor:
         """Return what errors are relative to, ``(c,)``, for columns ``(m, c)`` with weights ``(m,)``."""
@@ -60,6 +64,7 @@ class Quadrature:
         noise_floor: Magnitude up to which an eigenvalue is zero within rounding.
         num_products: All products made.
         converged: Whether the errors met the tolerance.
+        closed: Whether its rules are closed ones.
     """
 
     size: int
@@ -68,6 +73,20 @@ class Quadrature:
     noise_floor: float
     num_products: int
     converged: bool
+    closed: bool = False
+
+    @property
+    def rules(self) -> list[GaussRule]:
+        """The probes' rules."""
+        return [jacobi.rule(lowest=self.lowest) for jacobi in self.jacobis]
+
+    @cached_property
+    def lowest(self) -> float | None:
+        """What no node of a closed rule may be below: zero, to rounding, while nothing negative was seen; None without them."""
+        if not self.closed:
+            return None
+        seen = [self.known.values, *(jacobi.rule().nodes for jacobi in self.jacobis)]
+        return -self.noise_floor / 2 if float(torch.cat(seen).min()) >= -self.noise_floor else -math.inf
 
     @property
     def share(self) -> float:
@@ -83,7 +102,9 @@ class Quadrature:
         fixed = columns(without_noise(self.known.values, self.noise_floor)).sum(0) / self.size
         if not self.jacobis:
             return fixed.expand(len(steps), 1, -1)
-        rules = [j.rule(max(1, j.num_steps - (0 if j.is_exact else back))) for back in steps for j in self.jacobis]
+        rules = [
+            j.rule(max(1, j.num_steps - (0 if j.is_exact else back)), lowest=self.lowest) for back in steps for j in self.jacobis
+        ]
         owners = torch.arange(len(rules)).repeat_interleave(torch.tensor([len(rule.nodes) for rule in rules]))
         G = columns(without_noise(torch.cat([rule.nodes for rule in rules]), self.noise_floor))
         terms = torch.cat([rule.weights for rule in rules])[:, None] * G
@@ -165,7 +186,7 @@ class _Sampler:
     def _open_look(self) -> tuple[bool, float]:
         """Decide by the pilots how many eigenvalues to take out, and return the products that the rest seems to take."""
         floor, rtol, steps = self._floor(), self.plan.rtol, self._steps()
-        rules = [replace(jacobi.rule(), nodes=without_noise(jacobi.rule().nodes, floor)) for jacobi in self.jacobis]
+        rules = [replace(rule, nodes=without_noise(rule.nodes, floor)) for rule in self._result(False).rules]
         k, forecast = choose_count(self.A, rules, self.aim.columns, self.aim.scale, rtol, steps, _FIRST_LOOK)
         if k and not self._is_dense_cheaper(forecast):
             self._deflate(k)
@@ -175,18 +196,26 @@ class _Sampler:
 
     def _look(self) -> tuple[bool, float]:
         """Return whether the error is small enough, and the products that the rest seems to take."""
-        result = self._result(False)
-        p = len(self.jacobis)
+        result, p = self._result(False), len(self.jacobis)
         spread = result.samples(self.aim.columns).std(0)
-        relative = float((spread / self.aim.scale(*self._columns(result))).nan_to_num(0.0, posinf=math.inf).max())
-        needed = max(probes_needed(relative, self.plan.rtol), p + 1)
+        relative = (spread / self.aim.scale(*self._columns(result))).nan_to_num(0.0, posinf=math.inf)
+        needed = samples_to_stop((float(relative.max()) / self.plan.rtol) ** 2, p + 1)
         self.look = math.ceil(min(needed, 2 * p))
-        is_met = relative / p**0.5 <= (self.plan.rtol if p >= MIN_SAMPLES else self.plan.rtol / 2)
+        shares = [share_of_tolerance(p, kurtosis) for kurtosis in self._kurtosis(result)]
+        is_met = all(error / p**0.5 <= self.plan.rtol * share for error, share in zip(relative.tolist(), shares, strict=True))
         return is_met, (needed - p) * self._steps()
+
+    def _kurtosis(self, result: Quadrature) -> list[float]:
+        """Return the excess kurtosis of a probe's vᵀ g(A) v for each column g: 12 Tr g(A)⁴ / (Tr g(A)²)², by the rules so far."""
+        squares = self.aim.columns(torch.cat([rule.nodes for rule in result.rules])).square()
+        weights = torch.cat([rule.weights for rule in result.rules]) / len(result.rules)
+        second, fourth = weights @ squares, weights @ squares.square()
+        kurtosis: list[float] = (12 * fourth / (result.share * result.size * second.square())).nan_to_num(0.0).tolist()
+        return kurtosis
 
     def _columns(self, result: Quadrature) -> tuple[Tensor, Tensor]:
         """Return the numbers that are averaged at all nodes, ``(m, c)``, and the nodes' weights ``(m,)``."""
-        rules = [jacobi.rule() for jacobi in self.jacobis]
+        rules = result.rules
         nodes = torch.cat([self.known.values, *(rule.nodes for rule in rules)])
         fixed = torch.full_like(self.known.values, 1 / self.A.size)
         weights = torch.cat([fixed, *(rule.weights * (result.share / len(rules)) for rule in rules)])
@@ -229,7 +258,7 @@ class _Sampler:
 
         def is_settled(jacobis: Sequence[JacobiMatrix]) -> list[bool]:
             floor = max(before, _floor(self.A, group.scale))
-            return self.aim.is_settled(Quadrature(self.A.size, self.known, tuple(jacobis), floor, 0, False))
+            return self.aim.is_settled(Quadrature(self.A.size, self.known, tuple(jacobis), floor, 0, False, self.aim.closed))
 
         group.run(None if self.budget.num_steps else is_settled, self.plan.deadline, self._after_step)
         self.jacobis += group.jacobis
@@ -280,7 +309,7 @@ class _Sampler:
         return _floor(self.A, max(self.scale, float(torch.cat(nodes).abs().max()) if sum(map(len, nodes)) else 0.0))
 
     def _result(self, converged: bool) -> Quadrature:
-        return Quadrature(self.A.size, self.known, tuple(self.jacobis), self._floor(), self.spent, converged)
+        return Quadrature(self.A.size, self.known, tuple(self.jacobis), self._floor(), self.spent, converged, self.aim.closed)
 
 
 def _floor(A: LinearOperator, largest: float) -> float:

@@ -173,10 +173,11 @@ def spectral_density(
     For a random unit vector v the measure :math:`v^\top f(A) v = \int f\,d\mu_v` has the mean
     :math:`\tfrac1n\operatorname{Tr} f(A)`. After m Lanczos steps from v, the eigenvalues of the tridiagonal matrix are the nodes
     and the squared first entries of its eigenvectors the weights of a rule that integrates polynomials up to degree 2m − 1 over
-    μ_v without error. The density is the mean of the probes' rules; its mass is 1.
+    μ_v without error. The m products also tell the matrix's next off-diagonal entry; with it the rule has one node more, and is
+    right up to degree 2m. The density is the mean of the probes' rules; its mass is 1.
 
     *Steps.* Each probe goes on until two steps in a row move its mass by less than 10 % of its standard deviation, on average
-    (1-Wasserstein distance), 4 steps at least and 100 at most; from 3 steps on its first four moments are exact. It ends
+    (1-Wasserstein distance), 4 steps at least and 100 at most; from 2 steps on its first four moments are exact. It ends
     earlier where the Krylov space is invariant. *Probes.* Under ``rtol`` their number follows from the standard errors of the
     first four moments. *Deflation.* An eigenvalue far from the rest makes up most of the variance. Two probes show whether it
     pays to find the largest ones first; those then have their exact weight 1/n, and the probes live in the complement of their
@@ -230,7 +231,7 @@ def spectral_density(
     plan, budget = checked_budget(
         A, num_probes, num_steps, rtol, max_products, max_seconds, method, deflate, probes, generator, progress, resume
     )
-    aim = Aim(_moments, _are_settled, of_magnitude=True)
+    aim = Aim(_moments, _are_settled, of_magnitude=True, closed=True)
     with named_missing_derivative(), plan.running(A, resume, estimator="spectral density", **budget.settings) as running:
         return density_of(A, sample_spectrum(A, aim, budget, running))
 
@@ -238,7 +239,7 @@ def spectral_density(
 def density_of(A: LinearOperator, quadrature: Quadrature) -> SpectralDensity:
     """Return the quadrature as a density: nodes in order, those within the noise of 0 at 0."""
     known, p = quadrature.known.values, len(quadrature.jacobis)
-    rules = [jacobi.rule() for jacobi in quadrature.jacobis]
+    rules = quadrature.rules
     nodes = torch.cat([known, *(rule.nodes for rule in rules)])
     known_weights = torch.full_like(known, 1 / A.size)
     weights = torch.cat([known_weights, *(rule.weights * (quadrature.share / p) for rule in rules)])
@@ -264,13 +265,13 @@ def _moments(nodes: Tensor) -> Tensor:
 
 
 def _are_settled(quadrature: Quadrature) -> list[bool]:
-    return [_is_settled(jacobi, quadrature.noise_floor) for jacobi in quadrature.jacobis]
+    return [_is_settled(jacobi, quadrature) for jacobi in quadrature.jacobis]
 
 
-def _is_settled(jacobi: JacobiMatrix, floor: float) -> bool:
+def _is_settled(jacobi: JacobiMatrix, quadrature: Quadrature) -> bool:
     if jacobi.is_exact:
         return True
     m = jacobi.num_steps
-    rules = [jacobi.rule(m - 2), jacobi.rule(m - 1), jacobi.rule(m)]
-    largest = max(_SETTLED * rules[-1].spread, floor)
+    rules = [jacobi.rule(steps, lowest=quadrature.lowest) for steps in (m - 2, m - 1, m)]
+    largest = max(_SETTLED * rules[-1].spread, quadrature.noise_floor)
     return all(transport_distance(coarse, fine) <= largest for coarse, fine in pairwise(rules))
