@@ -229,7 +229,7 @@ def test_the_fastest_way_is_taken_and_remembered(k: int) -> None:
     second = H @ V
     torch.testing.assert_close(first, second)
     ways = [way for way in objective.architecture["ways"].values() if way is not None]
-    assert ways == [Way("forward over reverse", 8)]
+    assert ways == [Way("forward over reverse", objective.num_examples // (2 if k == 1 else 8))]
     assert torch.equal(Hessian(objective) @ V, second)
 
 
@@ -257,6 +257,37 @@ def test_a_network_that_couples_examples_is_not_taken_to_pieces(operator: type[C
     for _ in range(3):
         torch.testing.assert_close(A @ V, expected)
     assert all(way is None or way.piece_size is None for way in objective.architecture["ways"].values())
+
+
+@pytest.mark.parametrize("operator", [Hessian, GaussNewton, EmpiricalFisher])
+def test_a_large_batch_goes_in_pieces_whose_graphs_stay_within_the_bound(
+    monkeypatch: pytest.MonkeyPatch, operator: type[Curvature]
+) -> None:
+    whole = operator(_of("perceptron"))
+    V = _columns(whole, 2)
+    expected = whole @ V
+    assert whole._engine.base == Way("double backward")
+    sizes = []
+    for bound in (2**15, 2**14, 1):
+        monkeypatch.setattr(engine, "_GRAPH_BYTES", bound)
+        A = operator(_of("perceptron"))
+        torch.testing.assert_close(A @ V, expected)
+        sizes.append(A._engine.base.piece_size)
+    assert sizes[0] is None or sizes[0] > sizes[1] >= 1
+    assert sizes[2] == 1
+
+
+@pytest.mark.parametrize("coupled", ["outputs", "batch statistics"])
+def test_a_network_that_couples_examples_stays_whole_however_large(monkeypatch: pytest.MonkeyPatch, coupled: str) -> None:
+    monkeypatch.setattr(engine, "_GRAPH_BYTES", 1)
+    x, y = torch.randn(80, 4, dtype=torch.float64), torch.randint(3, (80,))
+    normed = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = Centred() if coupled == "outputs" else normed
+    objective = Objective(model, cross_entropy, (x, y), mode="train" if coupled == "batch statistics" else "eval")
+    H = Hessian(objective)
+    v = _columns(H, 1)
+    torch.testing.assert_close(H @ v, H._engine._sum(Way("double backward"), v))
+    assert H._engine.base.piece_size is None
 
 
 @pytest.mark.usefixtures("always_on_trial")

@@ -6,10 +6,15 @@ LeNet-5 pieces of 128 images take three quarters of the time that 1,024 at once 
 it is found by trial: each way multiplies the first examples of the first batch, and the winner then makes the whole product a
 second time. It is kept if both results agree, and remembered for the architecture: runs repeat bit by bit, and products by
 themselves from the second on. Another process may choose another way, whose results differ by rounding.
+
+Before any trial a large batch goes in pieces whose graphs stay within a bound of bytes each, where the matrix is a sum over its
+examples: graphs of a few examples tell how many fit, and products with them whether they add up. So the memory of a product does
+not grow with the batch.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +26,7 @@ from torch import Tensor
 
 from flatminima.objective import Objective, Piece
 from flatminima.objective.batches import batch_size
+from flatminima.objective.dependence import tolerance
 from flatminima.operators.embedding_bag import twice_differentiable
 from flatminima.operators.graphs import PieceProducts, Route, held_bytes
 
@@ -32,8 +38,12 @@ _MANY = 4
 _SHORT_RUN = 32
 #: A product that takes less is not worth a trial, in seconds: for the pass, and for every column.
 _WORTH_A_TRIAL = (0.05, 0.01)
-#: Examples of a piece to try: the two largest of these that are less than half of a batch.
-_PIECES = (128, 32, 8)
+#: By what the base's pieces are divided to try smaller ones, those for single columns up to the second number; fewest examples.
+_DIVISORS, _SMALLER, _LEAST = (2, 8), 2, 4
+#: Most bytes in the graph of a piece on the CPU, and on devices that are idle with little to do.
+_GRAPH_BYTES, _GRAPH_BYTES_ELSEWHERE = 2**25, 2**31
+#: Examples of the graphs that tell the bytes of one and whether products add up; a smaller batch is never split for its memory.
+_MEASURED = (2, 4)
 #: Examples on which a way is tried: so many that graphs which are kept do not all stay in the processor's caches.
 _ON_TRIAL = 256
 #: A way has to save this share of the time.
@@ -77,7 +87,6 @@ class Engine:
         self.objective, self.theta, self.routes, self.name = objective, theta, routes, name
         self._splits = splits and objective.adds_up
         self._names = tuple(routes())
-        self._base = Way(self._names[0])
         self._max_bytes = 0
         self._is_keeping = False
         self._columns = {False: 0, True: 0}  # multiplied in this run, by themselves and in blocks
@@ -95,17 +104,59 @@ class Engine:
         finally:
             self._is_keeping, self._max_bytes, self._kept = False, 0, {}
 
+    @property
+    def base(self) -> Way:
+        """The way that needs no trial: double backward, in pieces whose graphs stay within the bound where one must be split."""
+        known: dict[tuple[str, int], int | None] = self.objective.architecture.setdefault("piece sizes", {})
+        key = (self.name, len(self.theta))
+        if key not in known:
+            known[key] = self._fitting_piece_size()
+        return Way(self._names[0], known[key])
+
+    def _fitting_piece_size(self) -> int | None:
+        """Return the power of two of examples whose graph stays within the bound, or None where a whole batch does or must be."""
+        if not self._splits or not self.objective.has_model:
+            return None
+        bound = _GRAPH_BYTES if self.theta.device.type == "cpu" else _GRAPH_BYTES_ELSEWHERE
+        sizes: list[int | None] = []
+
+        def on_first_batch(piece: Piece) -> Tensor:
+            if not sizes:
+                sizes.append(self._fitting(piece, bound))
+            return self.theta.new_zeros(())
+
+        twice_differentiable(self.objective, lambda: self.objective.integrate_pieces(on_first_batch, self.theta))
+        return sizes[0]
+
+    def _fitting(self, piece: Piece, bound: int) -> int | None:
+        few, more = _MEASURED
+        size, route = batch_size(piece.batch), self.routes()[self._names[0]]
+        if size <= more:
+            return None
+        try:
+            part, whole = route(piece.examples(0, few)), route(piece.examples(0, more))
+            each = (sum(held_bytes(whole.roots).values()) - sum(held_bytes(part.roots).values())) / (more - few)
+            if each * size <= bound:
+                return None
+            generator = torch.Generator(self.theta.device).manual_seed(0)
+            v = torch.empty(len(self.theta), 1, dtype=self.theta.dtype, device=self.theta.device).normal_(generator=generator)
+            parts = part.products(v) + route(piece.examples(few, more)).products(v)
+            adds_up = bool(parts.any()) and _agree(parts, whole.products(v))
+        except Exception:  # the product itself will say what is wrong
+            return None
+        return 1 << int(math.log2(max(bound / each, 1))) if adds_up else None
+
     def __call__(self, V: Tensor) -> Tensor:
         """Return the matrix times V ``(n, k)``."""
         many = V.shape[1] >= _MANY
         self._columns[many] += V.shape[1]
         if self._is_keeping and self._columns[many] <= _SHORT_RUN:  # in later runs too, so that they repeat bit by bit
-            return self._sum(self._base, V)
+            return self._sum(self.base, V)
         key = (self.name, str(V.dtype), many, self._max_bytes > 0)
         ways: dict[tuple[str, str, bool, bool], Way | None] = self.objective.architecture.setdefault("ways", {})
         if key not in ways and not self._is_keeping:
             ways[key] = None  # the next product is tried
-            return self._sum(self._base, V)
+            return self._sum(self.base, V)
         way = ways.get(key)
         if way is None:
             ways[key], result = self._trial(V)
@@ -138,7 +189,7 @@ class Engine:
 
     def _trial(self, V: Tensor) -> tuple[Way, Tensor]:
         """Return the fastest way, and the product by it. The base has multiplied before, and is warm."""
-        base, clock = self._base, _clock(V)
+        base, clock = self.base, _clock(V)
         started = clock()
         result = self._sum(base, V)
         elapsed = clock() - started
@@ -153,7 +204,7 @@ class Engine:
             other = self._sum(best, V)
         except Exception:  # whatever a model does on another route, the base has answered
             other = torch.full_like(result, torch.nan)
-        if not (other - result).norm() <= 1e3 * torch.finfo(V.dtype).eps * result.norm():
+        if not _agree(other, result):
             self._kept, best, other = {}, base, result
         return best, other
 
@@ -171,14 +222,15 @@ class Engine:
         return seconds
 
     def _other_ways(self, piece: Piece, V: Tensor) -> Iterator[Way]:
-        size, many = batch_size(piece.batch), V.shape[1] >= _MANY
-        parts = [part for part in _PIECES if part < size / 2][:2] if self._splits else []
+        base, many = self.base, V.shape[1] >= _MANY
+        size = min(base.piece_size or math.inf, batch_size(piece.batch))
+        parts = {divisor: int(size // divisor) for divisor in _DIVISORS if self._splits and size >= _LEAST * divisor}
         for route in self._names:
-            if route != self._base.route and not parts and not many:
-                yield Way(route)
-            for part in parts:
-                # Columns that go through together take the memory of as many pieces; no more than the base takes for a batch.
-                if route == self._base.route or part * (V.shape[1] if many else 1) <= size:
+            if route != base.route and not many and not parts:
+                yield Way(route, base.piece_size)
+            for divisor, part in parts.items():
+                # Columns that go through together take the memory of as many pieces; no more than the base takes.
+                if divisor <= _SMALLER if not many else route == base.route or divisor >= V.shape[1]:
                     yield Way(route, part)
 
     def _seconds(self, way: Way, piece: Piece, V: Tensor) -> float:
@@ -194,6 +246,10 @@ class Engine:
         for index, part in enumerate(parts):
             (made[index] if self._max_bytes else route(part)).products(V)
         return (clock() - started) / (size * V.shape[1])
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).norm() <= tolerance((other,)) * other.norm())
 
 
 def _clock(V: Tensor) -> Callable[[], float]:
