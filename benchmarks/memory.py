@@ -8,6 +8,8 @@ import resource
 import sys
 from pathlib import Path
 
+import torch.fx.experimental.symbolic_shapes  # noqa: F401  (torch loads it, with SymPy, 30 MB, at the first vector-Jacobian product)
+
 __all__ = ["METHOD", "PeakMeter", "resident"]
 
 _PROC = Path("/proc/self")

@@ -118,7 +118,7 @@ def test_the_graphs_go_with_the_block_also_when_it_ends_by_an_error() -> None:
     def fail() -> None:
         with H.keeping_graphs():
             H @ _vector(H)
-            held.extend(weakref.ref(root) for kept in H._engine._kept.values() for made in kept for root in made.roots)
+            held.extend(weakref.ref(root) for kept in H.engine._kept.values() for made in kept for root in made.roots)
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -190,6 +190,7 @@ def _columns(A: LinearOperator, k: int) -> Tensor:
 def always_on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try every product, with a clock by which every later way is faster than those before."""
     monkeypatch.setattr(engine, "_WORTH_A_TRIAL", (-math.inf, 0.0))
+    monkeypatch.setattr(engine, "_WORTH_FORWARD", -math.inf)
     monkeypatch.setattr(engine, "_SHORT_RUN", 0)
     monkeypatch.setattr(engine, "_ROUNDS", 1)
     times = (-t * t / 2 for t in itertools.count())  # intervals get shorter and shorter, below zero
@@ -203,10 +204,10 @@ def always_on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_ways_give_one_product(name: str, operator: type[Curvature], k: int, piece_size: int | None) -> None:
     A = operator(_of(name))
     V = _columns(A, k)
-    base, *others = A._engine.routes()
-    expected = A._engine._sum(Way(base), V)
+    base, *others = A.engine.routes()
+    expected = A.engine._sum(Way(base), V)
     for route in (base, *others):
-        torch.testing.assert_close(A._engine._sum(Way(route, piece_size), V), expected)
+        torch.testing.assert_close(A.engine._sum(Way(route, piece_size), V), expected)
 
 
 @pytest.mark.parametrize("k", [1, 5])
@@ -215,8 +216,8 @@ def test_blocks_go_the_same_ways(k: int) -> None:
     block = H.block("4")
     dense, V = H.to_dense()[-39:, -39:], _columns(block, k)
     direct = block.direct  # type: ignore[attr-defined]
-    for route in direct._engine.routes():
-        torch.testing.assert_close(direct._engine._sum(Way(route, 16), V), dense @ V)
+    for route in direct.engine.routes():
+        torch.testing.assert_close(direct.engine._sum(Way(route, 16), V), dense @ V)
 
 
 @pytest.mark.usefixtures("always_on_trial")
@@ -253,7 +254,7 @@ def test_a_network_that_couples_examples_is_not_taken_to_pieces(operator: type[C
     objective = Objective(Centred(), cross_entropy, (x, y))
     A = operator(objective)
     V = _columns(A, k)
-    expected = A._engine._sum(Way("double backward"), V)
+    expected = A.engine._sum(Way("double backward"), V)
     for _ in range(3):
         torch.testing.assert_close(A @ V, expected)
     assert all(way is None or way.piece_size is None for way in objective.architecture["ways"].values())
@@ -266,13 +267,13 @@ def test_a_large_batch_goes_in_pieces_whose_graphs_stay_within_the_bound(
     whole = operator(_of("perceptron"))
     V = _columns(whole, 2)
     expected = whole @ V
-    assert whole._engine.base == Way("double backward")
+    assert whole.engine.base == Way("double backward")
     sizes = []
     for bound in (2**15, 2**14, 1):
         monkeypatch.setattr(engine, "_GRAPH_BYTES", bound)
         A = operator(_of("perceptron"))
         torch.testing.assert_close(A @ V, expected)
-        sizes.append(A._engine.base.piece_size)
+        sizes.append(A.engine.base.piece_size)
     assert sizes[0] is None or sizes[0] > sizes[1] >= 1
     assert sizes[2] == 1
 
@@ -286,8 +287,8 @@ def test_a_network_that_couples_examples_stays_whole_however_large(monkeypatch: 
     objective = Objective(model, cross_entropy, (x, y), mode="train" if coupled == "batch statistics" else "eval")
     H = Hessian(objective)
     v = _columns(H, 1)
-    torch.testing.assert_close(H @ v, H._engine._sum(Way("double backward"), v))
-    assert H._engine.base.piece_size is None
+    torch.testing.assert_close(H @ v, H.engine._sum(Way("double backward"), v))
+    assert H.engine.base.piece_size is None
 
 
 @pytest.mark.usefixtures("always_on_trial")
@@ -299,7 +300,7 @@ def test_losses_that_are_no_sums_over_examples_are_not_taken_to_pieces() -> None
     objective = Objective(nn.Linear(4, 3, dtype=torch.float64), spread, (x, y))
     H = Hessian(objective)
     v = _vector(H)
-    expected = H._engine._sum(Way("double backward"), v[:, None])[:, 0]
+    expected = H.engine._sum(Way("double backward"), v[:, None])[:, 0]
     for _ in range(3):
         torch.testing.assert_close(H @ v, expected)
     assert all(way is None or way.piece_size is None for way in objective.architecture["ways"].values())
@@ -309,7 +310,7 @@ def test_losses_that_are_no_sums_over_examples_are_not_taken_to_pieces() -> None
 def test_labels_that_are_drawn_stay_the_same_on_every_way() -> None:
     F = Fisher(_of("perceptron"), num_samples=2, generator=torch.Generator().manual_seed(0))
     V = _columns(F, 5)
-    expected = F._engine._sum(Way("double backward"), V)
+    expected = F.engine._sum(Way("double backward"), V)
     for _ in range(3):
         torch.testing.assert_close(F @ V, expected)
 
@@ -332,7 +333,7 @@ def test_a_way_that_fails_is_not_taken(operator: type[Curvature]) -> None:
     x, y = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     A = operator(Objective(OneVectorAtATime(), mse_loss, (x, y)))
     V = _columns(A, 5)
-    expected = A._engine._sum(Way("double backward"), V)
+    expected = A.engine._sum(Way("double backward"), V)
     for _ in range(3):
         torch.testing.assert_close(A @ V, expected)
 

@@ -35,6 +35,8 @@ __all__ = ["gauss_newton_squares"]
 
 #: More columns per example than this, and random probes are the better method.
 MAX_COLUMNS = 1024
+#: Most bytes of the graph of what goes through at a time, whose squares and products take several times as many.
+_GRAPH_BYTES = 2**22
 #: Most numbers in the columns that are held at a time.
 _MOST_HELD = 2**24
 
@@ -54,8 +56,10 @@ def gauss_newton_squares(G: Sandwich, *, diagonal: bool) -> tuple[dict[str, Tens
             no second derivative; if the model couples them (train-mode BatchNorm) in parameters outside a layer with a rule.
     """
     computation = _Computation(G, diagonal)
+    piece_size = G.engine.fitting_piece_size(_GRAPH_BYTES)
+    objective = G.objective if piece_size is None else G.objective.in_pieces(piece_size)
     with computation.hooked():
-        flat = G.objective.integrate(computation.batch, G.theta)
+        flat = objective.integrate(computation.batch, G.theta)
     sizes = {name: shape if diagonal else torch.Size() for name, shape in G.space.shapes.items()}
     parts = flat.split([size.numel() for size in sizes.values()])
     squares = {name: part.reshape(size) for (name, size), part in zip(sizes.items(), parts, strict=True)}

@@ -15,6 +15,7 @@ not grow with the batch.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -38,6 +39,8 @@ _MANY = 4
 _SHORT_RUN = 32
 #: A product that takes less is not worth a trial, in seconds: for the pass, and for every column.
 _WORTH_A_TRIAL = (0.05, 0.01)
+#: Seconds a column from which on the other route is tried, where torch has not loaded yet what it needs (a second, and 50 MB).
+_WORTH_FORWARD, _DECOMPOSITIONS = 0.12, "torch._decomp.decompositions_for_jvp"
 #: By what the base's pieces are divided to try smaller ones, those for single columns up to the second number; fewest examples.
 _DIVISORS, _SMALLER, _LEAST = (2, 8), 2, 4
 #: Most bytes in the graph of a piece on the CPU, and on devices that are idle with little to do.
@@ -107,17 +110,17 @@ class Engine:
     @property
     def base(self) -> Way:
         """The way that needs no trial: double backward, in pieces whose graphs stay within the bound where one must be split."""
-        known: dict[tuple[str, int], int | None] = self.objective.architecture.setdefault("piece sizes", {})
-        key = (self.name, len(self.theta))
-        if key not in known:
-            known[key] = self._fitting_piece_size()
-        return Way(self._names[0], known[key])
+        bound = _GRAPH_BYTES if self.theta.device.type == "cpu" else _GRAPH_BYTES_ELSEWHERE
+        return Way(self._names[0], self.fitting_piece_size(bound))
 
-    def _fitting_piece_size(self) -> int | None:
-        """Return the power of two of examples whose graph stays within the bound, or None where a whole batch does or must be."""
+    def fitting_piece_size(self, bound: int) -> int | None:
+        """Return the power of two of examples whose graph takes so many bytes at most; None for batches that must stay whole."""
         if not self._splits or not self.objective.has_model:
             return None
-        bound = _GRAPH_BYTES if self.theta.device.type == "cpu" else _GRAPH_BYTES_ELSEWHERE
+        known: dict[tuple[str, int, int], int | None] = self.objective.architecture.setdefault("piece sizes", {})
+        key = (self.name, len(self.theta), bound)
+        if key in known:
+            return known[key]
         sizes: list[int | None] = []
 
         def on_first_batch(piece: Piece) -> Tensor:
@@ -126,6 +129,7 @@ class Engine:
             return self.theta.new_zeros(())
 
         twice_differentiable(self.objective, lambda: self.objective.integrate_pieces(on_first_batch, self.theta))
+        known[key] = sizes[0]
         return sizes[0]
 
     def _fitting(self, piece: Piece, bound: int) -> int | None:
@@ -195,7 +199,7 @@ class Engine:
         elapsed = clock() - started
         if elapsed < _WORTH_A_TRIAL[0] + _WORTH_A_TRIAL[1] * V.shape[1] or not self.objective.has_model:
             return base, result
-        seconds = self._seconds_by_way(V[:, :_COLUMNS_ON_TRIAL])
+        seconds = self._seconds_by_way(V[:, :_COLUMNS_ON_TRIAL], elapsed)
         best = min(seconds, key=lambda way: seconds[way], default=base)
         if best == base or seconds[best] > (1 - _SAVING) * elapsed / (self.objective.num_examples * V.shape[1]):
             return base, result
@@ -208,12 +212,15 @@ class Engine:
             self._kept, best, other = {}, base, result
         return best, other
 
-    def _seconds_by_way(self, V: Tensor) -> dict[Way, float]:
-        """Return the time per example and column of every other way that works, on the first batch."""
+    def _seconds_by_way(self, V: Tensor, elapsed: float) -> dict[Way, float]:
+        """Return the time per example and column of every other way that is worth trying and works, on the first batch."""
         seconds: dict[Way, float] = {}
+        can_wait = elapsed < _WORTH_FORWARD * V.shape[1] and _DECOMPOSITIONS not in sys.modules
 
         def on_first_batch(piece: Piece) -> Tensor:
             for way in () if seconds else self._other_ways(piece, V):
+                if can_wait and way.route != self.base.route:
+                    continue
                 with suppress(Exception):  # a way that fails is no way
                     seconds[way] = min(self._seconds(way, piece, V) for _ in range(1 if V.shape[1] >= _MANY else _ROUNDS))
             return V.new_zeros(())

@@ -42,10 +42,10 @@ class Hessian(Curvature):
 
     def __init__(self, objective: Objective) -> None:
         super().__init__(objective)
-        self._engine = self._make_engine()
+        self.engine = self._make_engine()
 
     def keeping_graphs(self, max_bytes: int = DEFAULT_GRAPH_BYTES) -> AbstractContextManager[None]:
-        return self._engine.keeping(max_bytes)
+        return self.engine.keeping(max_bytes)
 
     def _make_engine(self) -> Engine:
         routes: dict[str, Route] = {"double backward": self._reverse}
@@ -55,12 +55,12 @@ class Hessian(Curvature):
 
     def _restricted(self, names: Sequence[str]) -> LinearOperator:
         block = self._in(names)
-        block._engine = block._make_engine()
+        block.engine = block._make_engine()
         return block
 
     def _matmat(self, V: Tensor) -> Tensor:
         with named_missing_derivative():
-            result = self._engine(V)
+            result = self.engine(V)
         known = self.objective.architecture
         if known["asymmetry"]:
             self._check_elsewhere(known)

@@ -51,7 +51,7 @@ class Sandwich(Curvature, ABC):
         super().__init__(objective)
         self.evaluator: ModelEvaluator = evaluator
         self.l2 = objective.l2
-        self._engine = self._make_engine()
+        self.engine = self._make_engine()
 
     @property
     def splits(self) -> bool:
@@ -63,16 +63,16 @@ class Sandwich(Curvature, ABC):
         """Return what makes Λ of each batch, for one pass over the data; outputs are given detached."""
 
     def keeping_graphs(self, max_bytes: int = DEFAULT_GRAPH_BYTES) -> AbstractContextManager[None]:
-        return self._engine.keeping(max_bytes)
+        return self.engine.keeping(max_bytes)
 
     def _matmat(self, V: Tensor) -> Tensor:
         with named_missing_derivative():
-            result = self._engine(V)
+            result = self.engine(V)
         return result + self.l2 * V if self.l2 else result
 
     def _restricted(self, names: Sequence[str]) -> LinearOperator:
         block = self._in(names)
-        block._engine = block._make_engine()
+        block.engine = block._make_engine()
         return block
 
     def _make_engine(self) -> Engine:
