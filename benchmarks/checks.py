@@ -91,7 +91,7 @@ def numbers(problem: Problem, result: Any) -> dict[str, Any]:
     if hasattr(result, "nodes"):
         scale = [float(result.weights @ result.nodes.abs() ** j) for j in range(1, 5)]
         moments = [float(result.moment(j).value) for j in range(1, 5)]
-        steps = float((result.probe >= 0).sum()) / max(1, result.num_probes)
+        steps = float((result.probe >= 0).sum()) / max(1, result.num_probes) - 1  # a rule has one node more than steps
         told = f"{result.method}, {result.num_products} products, {result.num_probes} probes of {steps:.0f} steps"
         errors = [float(result.moment(j).stderr) / one for j, one in enumerate(scale, 1)]
         note = f"{told}, standard errors ≤ {max(errors):.1%}"

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import flatminima as fm
 from benchmarks.networks import Problem
-from benchmarks.works import COLUMNS, EIGENPAIRS, RTOL_EIGENPAIRS, RTOL_SAMPLED, RUN, STEPS, Factories, Found, Job
+from benchmarks.works import COLUMNS, EIGENPAIRS, OUR_STEPS, RTOL_EIGENPAIRS, RTOL_SAMPLED, RUN, Factories, Found, Job
 
 __all__ = ["NAME", "factories"]
 
@@ -61,7 +61,7 @@ def factories(problem: Problem, length: int = RUN) -> Factories:
         "ggn-diagonal": fresh(lambda made: _exact(fm.diagonal(fm.GaussNewton(made), max_products=_MOST_PRODUCTS))),
         "trace": fresh(lambda made: fm.trace(fm.Hessian(made), rtol=RTOL_SAMPLED)),
         "eigenpairs": fresh(lambda made: _eigenpairs(fm.Hessian(made))),
-        "density3": fresh(lambda made: fm.spectral_density(fm.Hessian(made), rtol=RTOL_SAMPLED, num_steps=STEPS)),
+        "density3": fresh(lambda made: fm.spectral_density(fm.Hessian(made), rtol=RTOL_SAMPLED, num_steps=OUR_STEPS)),
         "density": fresh(lambda made: fm.spectral_density(fm.Hessian(made), rtol=RTOL_SAMPLED)),
         "run-known": run_known,
         "first": fresh(lambda made: [A @ one for A in [fm.Hessian(made)] for _ in range(2)]),
