@@ -50,9 +50,9 @@ _FOOTNOTES = f"""
   density gets a stand-in for torch.eig.
 - Traces and densities of peers: the time of a few probes, times the number of probes that the promise needs by the variance of
   independent probes of plain autograd. For a density that is a standard error of 1 % of the mean of |λ|^j in each of the first
-  four moments, with the fewest Lanczos steps a probe that have them: three, and two in flatminima, which uses the last off-diagonal
-  entry too; in the row after it flatminima takes steps until the density has settled, and peers' times are multiplied by as many
-  steps as that took on average, over three.
+  four moments, with the fewest Lanczos steps a probe that have them: three, and two in flatminima, which uses the last
+  off-diagonal entry too; in the row after it flatminima takes steps until the density has settled, and peers' times are
+  multiplied by as many steps as that took on average, over three.
 - Eigenpairs: each is asked for a residual of 1e-3 in its own terms: SciPy's and hessian-eigenthings' is relative to each |λ|,
   flatminima's to the largest, PyHessian's the change of λ. Values are held against the largest Ritz values of anyone's vectors.
   Only the last attempt of hessian-eigenthings counts, whose number of steps is found by doubling. "out of time":
