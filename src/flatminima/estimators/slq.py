@@ -23,7 +23,7 @@ from flatminima.operators.base import LinearOperator
 __all__ = ["Aim", "Quadrature", "sample_spectrum"]
 
 _MOST_STEPS = 100
-_FIRST_LOOK = 4
+_FIRST_LOOK = 8
 _PILOTS = 2
 _COLUMNS_AT_ONCE = 16
 _UNBOUNDED = 2**31
@@ -206,9 +206,13 @@ class _Sampler:
         return is_met, (needed - p) * self._steps()
 
     def _kurtosis(self, result: Quadrature) -> list[float]:
-        """Return the excess kurtosis of a probe's vᵀ g(A) v for each column g: 12 Tr g(A)⁴ / (Tr g(A)²)², by the rules so far."""
-        squares = self.aim.columns(torch.cat([rule.nodes for rule in result.rules])).square()
+        """Return the excess kurtosis of a probe's vᵀ g(A) v for each column g, by the rules so far.
+
+        Probes have length 1, so that a constant in g adds no variance: 12 Tr B⁴ / (Tr B²)² with B = g(A) − mean.
+        """
+        G = self.aim.columns(without_noise(torch.cat([rule.nodes for rule in result.rules]), result.noise_floor))
         weights = torch.cat([rule.weights for rule in result.rules]) / len(result.rules)
+        squares = (G - weights @ G).square()
         second, fourth = weights @ squares, weights @ squares.square()
         kurtosis: list[float] = (12 * fourth / (result.share * result.size * second.square())).nan_to_num(0.0).tolist()
         return kurtosis
