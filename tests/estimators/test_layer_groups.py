@@ -33,7 +33,7 @@ def coupled(strength: float = 0.5, own: float = 0.02) -> tuple[LinearOperator, T
 
 def test_layers_at_the_same_place_of_repeated_blocks_are_one() -> None:
     A, _ = coupled()
-    places = [[rows.start // SIZE for rows in layer] for layer in roles(A)]
+    places = [[A.blocks[name].start // SIZE for name in layer] for layer in roles(A)]
     assert places == [[0], [1, 3], [2, 4], [5]]
     plain = as_operator(torch.eye(3), blocks={f"{i}.weight": slice(i, i + 1) for i in range(3)})
     assert len(roles(plain)) == 3  # the numbers of a plain sequence tell different layers apart
@@ -42,19 +42,17 @@ def test_layers_at_the_same_place_of_repeated_blocks_are_one() -> None:
 def test_coupled_layers_do_not_stand_in_one_group() -> None:
     A, M = coupled()
     layers = roles(A)
-    squares = torch.stack([torch.stack([M[b][:, joined(layer)].square().sum() for layer in layers]) for b in A.blocks.values()])
-    owners = (0, 1, 2, 1, 2, 3)
-    found = Couplings(layers, owners, squares).cheapest(lambda within, count: count * float(within.sum()))
-    groups = [{rows.start // SIZE for rows in group} for group in found.layers]
+
+    def rows(layer: tuple[str, ...]) -> Tensor:
+        return torch.cat([torch.arange(N)[A.blocks[name]] for name in layer])
+
+    squares = torch.stack([torch.stack([M[b][:, rows(layer)].square().sum() for layer in layers]) for b in A.blocks.values()])
+    found = Couplings(layers, tuple(A.blocks), squares).cheapest(lambda within, count: count * float(within.sum()))
+    groups = [{NAMES.index(name) for name in group} for group in found.layers]
     assert len(groups) == 2
     assert next(group for group in groups if 2 in group) == {2, 4}
-    assert float(found.within.sum()) == pytest.approx(
-        sum(float(M[joined(group)][:, joined(group)].square().sum()) for group in found.layers)
-    )
-
-
-def joined(layer: tuple[slice, ...]) -> Tensor:
-    return torch.cat([torch.arange(rows.start, rows.stop) for rows in layer])
+    of_groups = [M[rows(group)][:, rows(group)].square().sum() for group in found.layers]
+    assert float(found.within.sum()) == pytest.approx(float(sum(of_groups)))
 
 
 def test_groups_are_chosen_where_couplings_are_most_of_the_matrix_and_cost_less() -> None:

@@ -21,10 +21,10 @@ from torch import Tensor
 from flatminima.estimators.closed_form import ControlVariate
 from flatminima.estimators.estimate import Estimate
 from flatminima.estimators.layer_groups import cheapest_groups, sample_groups
-from flatminima.estimators.layer_probes import Couplings, Layer, added, expanded, only, owners_of, squares_by_block
+from flatminima.estimators.layer_probes import Couplings, Layer, by_groups, expanded, only, squares_by_block
 from flatminima.estimators.low_rank_part import grow, sample_rest
 from flatminima.estimators.quantity import DiagonalFunction, by_probes, by_unit_vectors
-from flatminima.estimators.sampling import Plan, check_finite, draw_probes, sample_mean
+from flatminima.estimators.sampling import Draw, Plan, check_finite, draw_probes, sample_mean
 from flatminima.estimators.stopping import FIRST_LOOK, MIN_SAMPLES, samples_to_stop
 from flatminima.operators.base import LinearOperator
 
@@ -67,7 +67,7 @@ def _by_residual(
     function: DiagonalFunction,
     plan: Plan,
 ) -> Estimate | None:
-    layers = [tuple(A.blocks[name] for name in names) for names in variate.groups]
+    layers = variate.groups
     spent = 2 * _SWEEPS * len(layers)
     if spent > plan.budget:
         return None
@@ -75,7 +75,7 @@ def _by_residual(
     # Gaussian: a block such as [[1, −1], [−1, 1]] is blind to every fourth pair of Rademacher probes, and would seem to vanish.
     sweeps = residual.sweep(layers, _SWEEPS, probes="gaussian")
     plan.progress(spent, None, function.name)
-    active = [layer for layer, vanishes in zip(layers, sweeps.vanishing(layers), strict=True) if not vanishes]
+    active = [layer for layer, vanishes in zip(layers, sweeps.vanishing(A, layers), strict=True) if not vanishes]
     room = plan.budget - spent
     if active and room >= 2:
         if room < _LEAST_ROOM:
@@ -137,7 +137,7 @@ def _sample_active(
         return 2 * num_groups * samples_to_stop(needed, FIRST_LOOK)
 
     def couplings(squares: Tensor) -> Couplings:
-        return Couplings(tuple(active), owners_of(A, active), squares[:, [layers.index(layer) for layer in active]])
+        return Couplings(tuple(active), tuple(A.blocks), squares[:, [layers.index(layer) for layer in active]])
 
     found = couplings(sweeps.residual_squares).cheapest(price)
     groups, own = found.layers, found.price
@@ -153,12 +153,13 @@ def _sample_active(
             return _with_cost_of(start.known, sample_rest(A, quantity, plan, grown, may_switch=True))
         spent = grown.spent
     samples = sample_mean(
-        lambda count: residual.by_groups(groups, count),
+        residual.by_groups(groups),
         size=A.size,
         plan=plan,
         relative_error=lambda mean, stderr: quantity.relative_error(offset + mean, stderr),
         message=quantity.name,
         cost=2 * len(groups),
+        columns=1,
         spent=spent,
     )
     estimate = start.estimate()
@@ -192,11 +193,11 @@ class _Sweeps:
     squares: Tensor
     residual_squares: Tensor
 
-    def vanishing(self, layers: Sequence[Layer]) -> list[bool]:
+    def vanishing(self, A: LinearOperator, layers: Sequence[Layer]) -> list[bool]:
         """Tell for each layer whether R's block is 0 up to rounding, by the whole vectors R v and not just vᵀ R v."""
         eps = torch.finfo(self.V.dtype).eps
-        residual = [_norm(self.RV, layer) for layer in layers]
-        total = [max(_norm(self.AV, layer), _norm(self.AV - self.RV, layer)) for layer in layers]
+        residual = [_norm(A, self.RV, layer) for layer in layers]
+        total = [max(_norm(A, self.AV, layer), _norm(A, self.AV - self.RV, layer)) for layer in layers]
         floor = 8 * eps * max(total)
         return [r <= max(eps**0.5 * t, floor) for r, t in zip(residual, total, strict=True)]
 
@@ -210,34 +211,39 @@ class _Residual:
 
     def sweep(self, layers: Sequence[Layer], count: int, *, probes: str) -> _Sweeps:
         """Probe every layer by itself, ``count`` times."""
-        V = only(draw_probes(self.A, count, replace(self.plan, probes=probes)), layers)
+        V = draw_probes(self.A, count, replace(self.plan, probes=probes))
         AV, RV = torch.zeros_like(V), torch.zeros_like(V)
         squares: list[Tensor] = []
         residual_squares: list[Tensor] = []
         for start in range(0, len(layers), _AT_ONCE):
             some = layers[start : start + _AT_ONCE]
-            X = expanded(V, some)
+            X = expanded(self.A, V, some)
             AX = check_finite(self.A @ X)
             RX = AX - self.K @ X
             for found, products in ((squares, AX), (residual_squares, RX)):
                 found.append(squares_by_block(self.A, products).reshape(-1, len(some), count).mean(2))
             for j, layer in enumerate(some):
-                for rows in layer:
+                for rows in (self.A.blocks[name] for name in layer):
                     AV[rows] = AX[rows, j * count : (j + 1) * count]
                     RV[rows] = RX[rows, j * count : (j + 1) * count]
         return _Sweeps(V, AV, RV, torch.cat(squares, 1), torch.cat(residual_squares, 1))
 
     def mean(self, sweeps: _Sweeps, layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
         """Return the mean and standard error of the layers' part of R."""
-        samples = self.function.reduce(only(sweeps.V * sweeps.RV, layers)).to(torch.float64)
+        samples = self.function.reduce(only(self.A, sweeps.V * sweeps.RV, layers)).to(torch.float64)
         return samples.mean(0), samples.std(0) / samples.shape[0] ** 0.5
 
-    def by_groups(self, groups: Sequence[Layer], count: int) -> tuple[Tensor, Tensor]:
-        """Return samples of R's part on these groups of layers, from probes of one group at a time, and R's images."""
-        X = expanded(draw_probes(self.A, count, self.plan), groups)
-        RX = check_finite(self.A @ X) - self.K @ X
-        return self.function.reduce(added(X * RX, count)), added((X != 0) * RX, count)
+    def by_groups(self, groups: Sequence[Layer]) -> Draw:
+        """Return what draws samples of R's part on these groups of layers, from probes of one group at a time."""
+        A, K = by_groups(self.A, groups), by_groups(self.K, groups)
+
+        def draw(count: int) -> tuple[Tensor, Tensor]:
+            V = draw_probes(self.A, count, self.plan)
+            RV = check_finite(A @ V) - K @ V
+            return self.function.reduce(V * RV), RV
+
+        return draw
 
 
-def _norm(X: Tensor, layer: Layer) -> float:
-    return float(torch.linalg.vector_norm(torch.cat([X[rows] for rows in layer])))
+def _norm(A: LinearOperator, X: Tensor, layer: Layer) -> float:
+    return float(torch.linalg.vector_norm(torch.cat([X[A.blocks[name]] for name in layer])))

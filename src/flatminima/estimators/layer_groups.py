@@ -8,16 +8,7 @@ import torch
 from torch import Tensor
 
 from flatminima.estimators.estimate import Estimate
-from flatminima.estimators.layer_probes import (
-    Couplings,
-    Grouping,
-    Layer,
-    added,
-    expanded,
-    owners_of,
-    roles,
-    squares_by_block,
-)
+from flatminima.estimators.layer_probes import Couplings, Grouping, Layer, by_groups, expanded, roles, squares_by_block
 from flatminima.estimators.low_rank_part import PILOT, by_cheapest_sampling, grow, sample_rest
 from flatminima.estimators.quantity import DiagonalFunction, by_unit_vectors
 from flatminima.estimators.sampling import Plan, check_finite, columns_at_once, draw_probes, sample_mean
@@ -81,10 +72,12 @@ def sample_groups(A: LinearOperator, function: DiagonalFunction, found: Grouping
             return sample_rest(A, quantity, plan, grown, may_switch=True)
         spent = grown.spent
 
+    B = by_groups(A, groups)
+
     def draw(number: int) -> tuple[Tensor, Tensor]:
-        X = expanded(draw_probes(A, number, plan), groups)
-        AX = check_finite(A @ X)
-        return function.reduce(added(X * AX, number)), added((X != 0) * AX, number)
+        V = draw_probes(A, number, plan)
+        BV = check_finite(B @ V)
+        return function.reduce(V * BV), BV
 
     samples = sample_mean(
         draw,
@@ -93,6 +86,7 @@ def sample_groups(A: LinearOperator, function: DiagonalFunction, found: Grouping
         relative_error=quantity.relative_error,
         message=quantity.name,
         cost=len(groups),
+        columns=1,
         spent=spent,
     )
     return Estimate(
@@ -109,18 +103,17 @@ def sample_groups(A: LinearOperator, function: DiagonalFunction, found: Grouping
 
 def _measure(A: LinearOperator, layers: tuple[Layer, ...], function: DiagonalFunction, plan: Plan) -> tuple[Couplings, Tensor]:
     """Probe each layer by itself, once; return their couplings and a rough value."""
-    owners = owners_of(A, layers)
+    blocks = tuple(A.blocks)
     state = plan.checkpoint.load("couplings")
     if state is not None:
-        squares, value = state.tensors["squares"].cpu(), state.tensors["value"]
-        return Couplings(layers, owners, squares), value
+        return Couplings(layers, blocks, state.tensors["squares"].cpu()), state.tensors["value"]
     v, parts, value, at_once = draw_probes(A, 1, plan), [], torch.zeros((), dtype=torch.float64), columns_at_once(A.size)
     for start in range(0, len(layers), at_once):
-        X = expanded(v, layers[start : start + at_once])
+        X = expanded(A, v, layers[start : start + at_once])
         AX = check_finite(A @ X)
         parts.append(squares_by_block(A, AX))
         value = value + function.reduce(X * AX).to(torch.float64).sum(0).cpu()
         plan.progress(start + X.shape[1], plan.num_products, function.name)
     squares = torch.cat(parts, 1)
     plan.checkpoint.keep("couplings", {"squares": squares, "value": value}, {})
-    return Couplings(layers, owners, squares), value
+    return Couplings(layers, blocks, squares), value

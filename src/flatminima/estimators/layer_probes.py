@@ -18,35 +18,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
 from torch import Tensor
 
 from flatminima.operators.base import LinearOperator
+from flatminima.operators.composites import BlockDiagonal
 
-__all__ = ["Couplings", "Grouping", "Layer", "added", "expanded", "only", "owners_of", "roles", "squares_by_block"]
+__all__ = ["Couplings", "Grouping", "Layer", "by_groups", "expanded", "only", "roles", "squares_by_block"]
 
-#: Ranges of rows.
-Layer = tuple[slice, ...]
-
-
-def joined(layers: Sequence[Layer]) -> Layer:
-    """Return the rows of several layers."""
-    return tuple(rows for layer in layers for rows in layer)
+#: Names of the blocks that belong together.
+Layer = tuple[str, ...]
 
 
-def only(X: Tensor, layers: Sequence[Layer]) -> Tensor:
+def only(A: LinearOperator, X: Tensor, layers: Sequence[Layer]) -> Tensor:
     """Return X ``(n, b)`` with all rows outside the layers set to 0."""
     result = torch.zeros_like(X)
-    for rows in joined(layers):
-        result[rows] = X[rows]
+    for layer in layers:
+        for name in layer:
+            rows = A.blocks[name]
+            result[rows] = X[rows]
     return result
 
 
-def expanded(V: Tensor, layers: Sequence[Layer]) -> Tensor:
+def expanded(A: LinearOperator, V: Tensor, layers: Sequence[Layer]) -> Tensor:
     """Return V ``(n, b)`` restricted to each layer in turn, ``(n, L·b)``."""
-    return torch.cat([only(V, [layer]) for layer in layers], dim=1)
+    return torch.cat([only(A, V, [layer]) for layer in layers], dim=1)
+
+
+def by_groups(A: LinearOperator, groups: Sequence[Layer]) -> LinearOperator:
+    """Return what A is to probes of one group at a time: its diagonal blocks in their places, zeros elsewhere.
+
+    A product takes one with A for each group, of which an operator that can restrict itself makes that block alone.
+    """
+    return BlockDiagonal(A, groups)
 
 
 def roles(A: LinearOperator) -> tuple[Layer, ...]:
@@ -54,13 +61,13 @@ def roles(A: LinearOperator) -> tuple[Layer, ...]:
 
     ``layers.0.mlp.2`` and ``layers.1.mlp.2`` have one place, ``layers.*.mlp.2``; ``0`` and ``2`` of a plain sequence have two.
     """
-    modules: dict[str, list[slice]] = {}
-    for name, rows in A.blocks.items():
-        modules.setdefault(name.rpartition(".")[0], []).append(rows)
-    places: dict[str, list[slice]] = {}
-    for name, place in zip(modules, _places(list(modules)), strict=True):
-        places.setdefault(place, []).extend(modules[name])
-    return tuple(tuple(rows) for rows in places.values())
+    modules: dict[str, list[str]] = {}
+    for name in A.blocks:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    places: dict[str, list[str]] = {}
+    for module, place in zip(modules, _places(list(modules)), strict=True):
+        places.setdefault(place, []).extend(modules[module])
+    return tuple(tuple(names) for names in places.values())
 
 
 def _places(names: list[str]) -> list[str]:
@@ -84,14 +91,20 @@ class Couplings:
     """How strongly layers are coupled.
 
     Attributes:
-        layers: Rows of each layer.
-        owners: The layer of each of A's blocks, in their order; −1 for none.
+        layers: The layers.
+        blocks: Names of all of A's blocks, in their order.
         squares: Estimates of ‖A_bj‖_F² for block b and layer j, ``(B, L)``, float64 on the CPU.
     """
 
     layers: tuple[Layer, ...]
-    owners: tuple[int, ...]
+    blocks: tuple[str, ...]
     squares: Tensor
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The layer of each block, −1 for none."""
+        layer_of = {name: i for i, layer in enumerate(self.layers) for name in layer}
+        return tuple(layer_of.get(name, -1) for name in self.blocks)
 
     def cheapest(self, price: Callable[[Tensor, int], float]) -> Grouping:
         """Return the cheapest of the groupings that merging the least coupled two, again and again, goes through.
@@ -116,8 +129,8 @@ class Couplings:
             own = price(self._within(groups), len(groups))
             if own <= cheapest:
                 best, cheapest = groups, own
-        rows = tuple(joined([self.layers[i] for i in group]) for group in best)
-        return Grouping(rows, self._within(best), cheapest)
+        names = tuple(tuple(name for i in group for name in self.layers[i]) for group in best)
+        return Grouping(names, self._within(best), cheapest)
 
     def _within(self, groups: Sequence[Sequence[int]]) -> Tensor:
         own = {i: list(group) for group in groups for i in group}
@@ -134,7 +147,7 @@ class Grouping:
     """Groups of layers.
 
     Attributes:
-        layers: Rows of each group.
+        layers: The layers of each group as one.
         within: Σ ‖A_bj‖_F² over the layers j in the group of block b, ``(B,)``: what a probe of the group sees.
         price: Of sampling by them.
     """
@@ -147,14 +160,3 @@ class Grouping:
 def squares_by_block(A: LinearOperator, products: Tensor) -> Tensor:
     """Return the squared lengths of each block's rows of the products ``(n, b)``, ``(B, b)`` in float64 on the CPU."""
     return torch.stack([products[rows].square().sum(0, dtype=torch.float64) for rows in A.blocks.values()]).cpu()
-
-
-def added(products: Tensor, count: int) -> Tensor:
-    """Return the sum over groups of ``(n, L·b)`` columns in the order of ``expanded``, ``(n, b)``."""
-    return products.reshape(products.shape[0], -1, count).sum(1)
-
-
-def owners_of(A: LinearOperator, layers: Sequence[Layer]) -> tuple[int, ...]:
-    """Return for each of A's blocks which layer holds its rows, −1 for none."""
-    layer_of = {(rows.start, rows.stop): i for i, layer in enumerate(layers) for rows in layer}
-    return tuple(layer_of.get((rows.start, rows.stop), -1) for rows in A.blocks.values())

@@ -238,6 +238,7 @@ def sample_mean(
     relative_error: Callable[[Tensor, Tensor], float],
     message: str,
     cost: int = 1,
+    columns: int | None = None,
     spent: int = 0,
     first_look: int = FIRST_LOOK,
     give_up_beyond: float = math.inf,
@@ -251,6 +252,7 @@ def sample_mean(
         relative_error: Of a mean and its standard error.
         message: What is being sampled, for the progress.
         cost: Products a sample.
+        columns: Vectors that a sample multiplies at once; None for as many as it makes products.
         spent: Products that were made before and count towards the plan's limits.
         first_look: Samples before the first look at the error. Looks before ``MIN_SAMPLES`` ask for a
             share of the tolerance (:func:`~flatminima.estimators.stopping.share_of_tolerance`).
@@ -259,7 +261,7 @@ def sample_mean(
     limit = max(2, (plan.budget - spent) // cost)
     is_fixed = plan.num_products is not None
     look = limit if is_fixed else min(first_look, limit)
-    at_once = max(1, columns_at_once(size) // cost)
+    at_once = max(1, columns_at_once(size) // (columns or cost))
     total = limit * cost + spent if is_fixed else None
     started, gave_up = time.monotonic(), False
     state = plan.checkpoint.load("samples")

@@ -197,7 +197,7 @@ class BlockDiagonal(Wrapper):
             yield
 
     def _matmat(self, V: Tensor) -> Tensor:
-        result = torch.empty_like(V)
+        result = torch.zeros_like(V)
         for part in self.parts:
             result[part.indices] = part._matmat(V[part.indices])
         return result
