@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import flatminima as fm
-from flatminima.operators import free_memory, memory
+from flatminima.operators import engine, free_memory, memory
 
 _GPT = """
 import ctypes, gc, json, sys
@@ -157,7 +157,7 @@ def test_sums_blocks_fishers_and_batch_statistics_are_forecast(mode: str) -> Non
 def test_a_forecast_says_its_parts_and_is_ready_for_json() -> None:
     forecast = memory.MemoryForecast(2**30, 2**29, 2**31, 2**28, 8, 4, 2**34)
     assert str(forecast) == (
-        "A product takes 3.5 GiB at its peak: 1 GiB for the parameters, 0.5 GiB for 4 columns, 2 GiB for a batch of 8; "
+        "A product takes 3.5 GiB at its peak: 1 GiB for the parameters, 0.5 GiB for 4 columns, 2 GiB for 8 examples at once; "
         "the largest tensor has 0.25 GiB; 16 GiB is free."
     )
     data = json.loads(json.dumps(forecast.to_dict()))
@@ -191,3 +191,11 @@ def test_free_memory_is_known_here() -> None:
     free = free_memory.free_bytes(torch.device("cpu"))
     assert free is None or 2**20 < free < 2**50
     assert free_memory.free_bytes(torch.device("meta")) is None
+
+
+def test_what_goes_in_pieces_is_forecast_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fm.predicted_memory(fm.Hessian(_objective(400)))
+    monkeypatch.setattr(engine, "_GRAPH_BYTES", 2**15)
+    parts = fm.predicted_memory(fm.Hessian(_objective(400)))
+    assert parts.batch_size < 100
+    assert parts.activations == pytest.approx(whole.activations * parts.batch_size / 400, rel=0.01)

@@ -11,6 +11,7 @@ from torch import nn
 
 from flatminima.objective import Objective
 from flatminima.operators.base import LinearOperator
+from flatminima.operators.engine import Engine
 from flatminima.params import ParameterSpace
 
 __all__ = ["Curvature"]
@@ -23,7 +24,10 @@ class Curvature(LinearOperator, ABC):
         objective: The loss.
         theta: The point ``(n,)``, read when the operator was made, so that later training does not move it.
         space: The parameters that rows and columns stand for: the objective's, or those of a diagonal block.
+        engine: Makes the products.
     """
+
+    engine: Engine
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective

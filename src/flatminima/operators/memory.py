@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,9 +37,10 @@ class MemoryForecast:
     Attributes:
         parameters: Bytes that do not grow with the batch: copies of the parameters, gradients, the result of one column.
         columns: Bytes of the further columns.
-        activations: Bytes that grow with the batch: what the graphs keep, the outputs and what is made of them.
+        activations: Bytes that grow with the examples that go through at once: what the graphs keep, the outputs and what is made
+            of them.
         largest_tensor: Bytes of the largest single tensor, which is part of the above.
-        batch_size: Examples in the largest batch.
+        batch_size: Most examples that go through at once: the largest batch, or what of it is split off to save memory.
         num_columns: Number k of columns.
         free: Bytes that were free when this was predicted; None where that is not known.
     """
@@ -66,7 +68,8 @@ class MemoryForecast:
         free = "" if self.free is None else f"; {gib(self.free)} is free"
         return (
             f"A product takes {gib(self.total)} at its peak: {gib(self.parameters)} for the parameters{more}, "
-            f"{gib(self.activations)} for a batch of {self.batch_size}; the largest tensor has {gib(self.largest_tensor)}{free}."
+            f"{gib(self.activations)} for {self.batch_size} examples at once; "
+            f"the largest tensor has {gib(self.largest_tensor)}{free}."
         )
 
     def to_dict(self) -> dict[str, int | bool | None]:
@@ -78,9 +81,10 @@ def predicted_memory(operator: LinearOperator, *, columns: int = 1) -> MemoryFor
     """Predict the peak memory of a product with a matrix ``(n, k)``, from products with one and two examples.
 
     The storages that are alive are counted while the products are made; the part that grows with the examples is scaled to the
-    largest batch, and the part that grows with the columns to ``columns``. It is that of a single product: in a run of products
-    graphs are kept as well, to the limit that ``keeping_graphs`` is given. Examples of other sizes than the first ones, and
-    scratch memory inside torch's kernels, are not seen. Warns where the peak is larger than the memory that is free.
+    most of them that go through at once, and the part that grows with the columns to ``columns``. It is that of a single product:
+    in a run of products graphs are kept as well, to the limit that ``keeping_graphs`` is given. Examples of other sizes than the
+    first ones, and scratch memory inside torch's kernels, are not seen. Warns where the peak is larger than the memory that is
+    free.
 
     Cost: two products, with one and two examples; two more with one example for several columns.
 
@@ -145,7 +149,7 @@ def _forecast(
     rebuild: Callable[[Objective], LinearOperator], objective: Objective, device: torch.device, columns: int
 ) -> MemoryForecast:
     batches = objective.model_evaluator("The size of its batches").batches
-    size = max(batch_size(batch) for batch in batches)
+    size = min(max(batch_size(batch) for batch in batches), _most_at_once(rebuild, objective))
     few = min(2 if objective.mode == "train" else 1, size)  # batch statistics need more than one example
     more = min(2 * few, size)
     first = _first(objective, few)
@@ -167,12 +171,19 @@ def _forecast(
     )
 
 
+def _most_at_once(rebuild: Callable[[Objective], LinearOperator], objective: Objective) -> int:
+    """Return how many examples of a batch the products take at a time."""
+    known = {**objective.architecture, "ways": {}, "piece sizes": dict(objective.architecture.get("piece sizes", {}))}
+    A = next(_curvatures(rebuild(objective._with(architecture=known))))
+    return A.engine.base.piece_size or sys.maxsize
+
+
 def _first(objective: Objective, num_examples: int) -> Objective:
     """Return the objective over its first examples, not inspected anew, and with nothing learnt for the objective itself."""
     evaluator = objective.model_evaluator("Its first examples")
     with evaluator.session():
         batches = evaluator.batches.subset(num_examples, None)
-    known = {**objective.architecture, "ways": {}}
+    known = {**objective.architecture, "ways": {}, "piece sizes": {}}
     return objective._with(_evaluator=evaluator.replaced(batches=batches), architecture=known)
 
 
