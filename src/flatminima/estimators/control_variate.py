@@ -21,12 +21,13 @@ from torch import Tensor
 from flatminima.estimators.closed_form import ControlVariate
 from flatminima.estimators.estimate import Estimate
 from flatminima.estimators.layer_groups import cheapest_groups, sample_groups
-from flatminima.estimators.layer_probes import Couplings, Layer, by_groups, expanded, only, squares_by_block
+from flatminima.estimators.layer_probes import Couplings, Layer, expanded, only, squares_by_block
 from flatminima.estimators.low_rank_part import grow, sample_rest
 from flatminima.estimators.quantity import DiagonalFunction, by_probes, by_unit_vectors
 from flatminima.estimators.sampling import Draw, Plan, check_finite, draw_probes, sample_mean
 from flatminima.estimators.stopping import FIRST_LOOK, MIN_SAMPLES, samples_to_stop
 from flatminima.operators.base import LinearOperator
+from flatminima.operators.composites import BlockDiagonal
 
 __all__ = ["by_control_variate"]
 
@@ -235,7 +236,7 @@ class _Residual:
 
     def by_groups(self, groups: Sequence[Layer]) -> Draw:
         """Return what draws samples of R's part on these groups of layers, from probes of one group at a time."""
-        A, K = by_groups(self.A, groups), by_groups(self.K, groups)
+        A, K = BlockDiagonal(self.A, groups), BlockDiagonal(self.K, groups)
 
         def draw(count: int) -> tuple[Tensor, Tensor]:
             V = draw_probes(self.A, count, self.plan)

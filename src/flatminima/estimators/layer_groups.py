@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from flatminima.estimators.estimate import Estimate
-from flatminima.estimators.layer_probes import Couplings, Grouping, Layer, by_groups, expanded, roles, squares_by_block
+from flatminima.estimators.layer_probes import Couplings, Grouping, Layer, expanded, roles, squares_by_block
 from flatminima.estimators.low_rank_part import PILOT, by_cheapest_sampling, grow, sample_rest
 from flatminima.estimators.quantity import DiagonalFunction, by_unit_vectors
 from flatminima.estimators.sampling import Plan, check_finite, columns_at_once, draw_probes, sample_mean
 from flatminima.estimators.stopping import FIRST_LOOK, MIN_SAMPLES, samples_to_stop
 from flatminima.operators.base import LinearOperator
+from flatminima.operators.composites import BlockDiagonal
 
 __all__ = ["by_layer_groups", "cheapest_groups", "sample_groups"]
 
@@ -72,7 +73,7 @@ def sample_groups(A: LinearOperator, function: DiagonalFunction, found: Grouping
             return sample_rest(A, quantity, plan, grown, may_switch=True)
         spent = grown.spent
 
-    B = by_groups(A, groups)
+    B = BlockDiagonal(A, groups)
 
     def draw(number: int) -> tuple[Tensor, Tensor]:
         V = draw_probes(A, number, plan)

@@ -6,9 +6,10 @@ probe v_g on each group g of layers instead,
 .. math:: \mathbb E \sum_g v_g \circ A v_g = \operatorname{diag} A, \qquad
     \operatorname{Var} \sum_g v_g^\top A v_g \le 2 \sum_g \|A_{gg}\|_F^2,
 
-at one product a group. In networks most of ‖A‖_F² is couplings of a few pairs of layers (those of one block in a transformer, and
-each with the head); three groups in which none of these pairs stands together leave little of it. One product with a probe of
-each layer tells them: E ‖A_ij v_j‖² = ‖A_ij‖_F². Layers with the same place in repeated blocks count as one.
+at one product a group: v is a probe of A's block diagonal (:class:`~flatminima.operators.composites.BlockDiagonal`). In networks
+most of ‖A‖_F² is couplings of a few pairs of layers (those of a transformer's block, and each with the head); three groups in
+which none of these pairs stands together leave little of it. One product with a probe of each layer tells them:
+E ‖A_ij v_j‖² = ‖A_ij‖_F². Layers with the same place in repeated blocks count as one.
 
 Probing vectors for a known sparsity pattern are Tang & Saad's (2012, *A probing method for computing the diagonal of a matrix
 inverse*); that the pattern is that of layers, and measured, is ours.
@@ -25,9 +26,8 @@ import torch
 from torch import Tensor
 
 from flatminima.operators.base import LinearOperator
-from flatminima.operators.composites import BlockDiagonal
 
-__all__ = ["Couplings", "Grouping", "Layer", "by_groups", "expanded", "only", "roles", "squares_by_block"]
+__all__ = ["Couplings", "Grouping", "Layer", "expanded", "only", "roles", "squares_by_block"]
 
 #: Names of the blocks that belong together.
 Layer = tuple[str, ...]
@@ -46,14 +46,6 @@ def only(A: LinearOperator, X: Tensor, layers: Sequence[Layer]) -> Tensor:
 def expanded(A: LinearOperator, V: Tensor, layers: Sequence[Layer]) -> Tensor:
     """Return V ``(n, b)`` restricted to each layer in turn, ``(n, L·b)``."""
     return torch.cat([only(A, V, [layer]) for layer in layers], dim=1)
-
-
-def by_groups(A: LinearOperator, groups: Sequence[Layer]) -> LinearOperator:
-    """Return what A is to probes of one group at a time: its diagonal blocks in their places, zeros elsewhere.
-
-    A product takes one with A for each group, of which an operator that can restrict itself makes that block alone.
-    """
-    return BlockDiagonal(A, groups)
 
 
 def roles(A: LinearOperator) -> tuple[Layer, ...]:

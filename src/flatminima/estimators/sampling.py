@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import final
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from flatminima._checks import check_at_least, check_generator, check_one_of, ch
 from flatminima._errors import NonFiniteLoss
 from flatminima._progress import Progress, no_progress
 from flatminima.estimators.checkpoint import Checkpoint
+from flatminima.estimators.moments import Moments
 from flatminima.estimators.stopping import FIRST_LOOK, MIN_SAMPLES, Images, share_of_tolerance
 from flatminima.operators.base import LinearOperator
 
@@ -151,59 +151,6 @@ class Samples:
     gave_up: bool = False
 
 
-_ZERO = torch.zeros((), dtype=torch.float64)
-
-
-@final
-@dataclass(frozen=True)
-class _Moments:
-    """Running mean, variance and skewness by merging blocks (Chan, Golub & LeVeque 1983; Pébay 2008), about the first sample.
-
-    Measuring from the first sample keeps equal samples exact: their mean is that number and their variance is 0.
-    """
-
-    count: int = 0
-    origin: Tensor = _ZERO
-    shifted_mean: Tensor = _ZERO
-    squares: Tensor = _ZERO
-    cubes: Tensor = _ZERO
-
-    def with_block(self, block: Tensor) -> _Moments:
-        """Return the moments of these and further samples ``(b, …)``."""
-        block = block.to(torch.float64)
-        origin = self.origin if self.count else block[0].clone()
-        block = block - origin
-        size, mean = block.shape[0], block.mean(0)
-        count, total = self.count, self.count + size
-        shift, squares = mean - self.shifted_mean, ((block - mean) ** 2).sum(0)
-        cubes = ((block - mean) ** 3).sum(0) + shift**3 * (count * size * (count - size) / total**2)
-        cubes = cubes + 3 * shift * (count * squares - size * self.squares) / total
-        return _Moments(
-            total,
-            origin,
-            self.shifted_mean + shift * (size / total),
-            self.squares + squares + shift**2 * (count * size / total),
-            self.cubes + cubes,
-        )
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All but the count."""
-        return {"origin": self.origin, "shifted_mean": self.shifted_mean, "squares": self.squares, "cubes": self.cubes}
-
-    @property
-    def mean(self) -> Tensor:
-        return self.origin + self.shifted_mean
-
-    @property
-    def stderr(self) -> Tensor:
-        return (self.squares / (max(self.count - 1, 1) * self.count)).sqrt()
-
-    @property
-    def skewness(self) -> Tensor:
-        return (self.cubes / self.count / (self.squares / self.count) ** 1.5).nan_to_num(0.0, 0.0, 0.0)
-
-
 def draw_probes(A: LinearOperator, count: int, plan: Plan) -> Tensor:
     """Return random probes V ``(n, count)`` with E[v vᵀ] = I.
 
@@ -265,11 +212,11 @@ def sample_mean(
     total = limit * cost + spent if is_fixed else None
     started, gave_up = time.monotonic(), False
     state = plan.checkpoint.load("samples")
-    moments, images = _Moments(), Images()
+    moments, images = Moments(), Images()
     if state is not None:
         tensors = dict(state.tensors)
         images.sketches = tensors.pop("sketches").cpu()
-        moments = _Moments(state.numbers["count"], **tensors)
+        moments = Moments(state.numbers["count"], **tensors)
         look, total = state.numbers["look"], state.numbers["total"]
     begun = moments.count
 

@@ -17,8 +17,9 @@ from flatminima.estimators.bracket import EigenvalueBracket, eigenvalue_bracket
 from flatminima.estimators.eigenpairs import Eigenpairs
 from flatminima.estimators.estimate import Estimate
 from flatminima.estimators.gauss_quadrature import JacobiMatrix, transport_distance, without_noise
+from flatminima.estimators.quadrature import Quadrature
 from flatminima.estimators.sampling import DEFAULT_MAX_PRODUCTS, check_operator
-from flatminima.estimators.slq import Aim, Quadrature, sample_spectrum
+from flatminima.estimators.slq import Aim, sample_spectrum
 from flatminima.estimators.slq_budget import checked_budget
 from flatminima.operators.base import LinearOperator, named_missing_derivative
 

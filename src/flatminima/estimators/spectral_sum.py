@@ -14,8 +14,9 @@ from flatminima._errors import first_line
 from flatminima._progress import Progress, no_progress
 from flatminima.estimators.eigenpairs import Eigenpairs
 from flatminima.estimators.estimate import Estimate
+from flatminima.estimators.quadrature import Quadrature
 from flatminima.estimators.sampling import DEFAULT_MAX_PRODUCTS, Plan, check_operator
-from flatminima.estimators.slq import Aim, Quadrature, sample_spectrum
+from flatminima.estimators.slq import Aim, sample_spectrum
 from flatminima.estimators.slq_budget import Budget, checked_budget
 from flatminima.estimators.spectral_density import SpectralDensity, density_of
 from flatminima.operators.base import LinearOperator, named_missing_derivative
