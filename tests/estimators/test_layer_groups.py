@@ -91,6 +91,16 @@ def test_grouped_diagonals_and_block_traces_are_unbiased() -> None:
         assert low <= M[A.blocks[name], A.blocks[name]].trace() <= high
 
 
+def test_a_limit_of_time_leaves_the_measuring_out() -> None:
+    A, M = coupled()
+    estimate = trace(A, max_seconds=1e-9, generator=rng(0))
+    assert estimate.method == "hutchinson"
+    assert not estimate.converged
+    assert estimate.num_products <= 16
+    low, high = estimate.interval(0.999)
+    assert low <= M.trace() <= high
+
+
 def test_a_matrix_without_couplings_is_sampled_whole() -> None:
     blocks = [torch.randn(SIZE, SIZE, dtype=torch.float64, generator=rng(i)) for i in range(COUNT)]
     M = torch.block_diag(*[block + block.T for block in blocks]) + 20 * torch.eye(N, dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import torch
 from torch import Tensor
@@ -32,7 +33,10 @@ def by_layer_groups(A: LinearOperator, function: DiagonalFunction, plan: Plan) -
     count = len(layers)
     if not 2 <= count <= min(_MOST_LAYERS, plan.budget // _SHARE) or A.size <= _SHARE * count:
         return None
-    couplings, pilot = _measure(A, layers, function, plan)
+    measured = _measure(A, layers, function, plan)
+    if isinstance(measured, int):
+        return by_cheapest_sampling(A, function.quantity, plan, spent=measured)
+    couplings, pilot = measured
     found = cheapest_groups(couplings, function, pilot, plan, plan.budget - count)
     return sample_groups(A, function, found, plan, spent=count)
 
@@ -102,19 +106,28 @@ def sample_groups(A: LinearOperator, function: DiagonalFunction, found: Grouping
     )
 
 
-def _measure(A: LinearOperator, layers: tuple[Layer, ...], function: DiagonalFunction, plan: Plan) -> tuple[Couplings, Tensor]:
-    """Probe each layer by itself, once; return their couplings and a rough value."""
+def _measure(
+    A: LinearOperator, layers: tuple[Layer, ...], function: DiagonalFunction, plan: Plan
+) -> tuple[Couplings, Tensor] | int:
+    """Probe each layer by itself, once; return their couplings and a rough value.
+
+    Where that would take more than half of the time, return the number of products that were made before this was seen.
+    """
     blocks = tuple(A.blocks)
     state = plan.checkpoint.load("couplings")
     if state is not None:
         return Couplings(layers, blocks, state.tensors["squares"].cpu()), state.tensors["value"]
     v, parts, value, at_once = draw_probes(A, 1, plan), [], torch.zeros((), dtype=torch.float64), columns_at_once(A.size)
     for start in range(0, len(layers), at_once):
-        X = expanded(A, v, layers[start : start + at_once])
+        some, begun = layers[start : start + at_once], time.monotonic()
+        X = expanded(A, v, some)
         AX = check_finite(A @ X)
         parts.append(squares_by_block(A, AX))
         value = value + function.reduce(X * AX).to(torch.float64).sum(0).cpu()
-        plan.progress(start + X.shape[1], plan.num_products, function.name)
+        done, now = start + len(some), time.monotonic()
+        plan.progress(done, plan.num_products, function.name)
+        if 2 * (now - begun) / len(some) * (len(layers) - done) > plan.deadline - now:
+            return done
     squares = torch.cat(parts, 1)
     plan.checkpoint.keep("couplings", {"squares": squares, "value": value}, {})
     return Couplings(layers, blocks, squares), value
