@@ -36,7 +36,7 @@ __all__ = ["Engine", "Way"]
 #: As many columns make a block, for which other ways may be faster.
 _MANY = 4
 #: Columns in a run after which a trial is worth its cost, of some ten products.
-_SHORT_RUN = 64
+_SHORT_RUN = 256
 #: A product that takes less is not worth a trial, in seconds: for the pass, and for every column.
 _WORTH_A_TRIAL = (0.05, 0.01)
 #: Seconds a column from which on the other route is tried, where torch has not loaded yet what it needs (a second, and 50 MB).
